@@ -1,0 +1,68 @@
+"""PyTorch FSDP2 for Megatron/MindSpeed users, driven by one YAML file.
+
+Public names load on first use, so that ``import mindspeed_fsdp2`` needs neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import FSDP2Config, load_config
+    from .errors import (
+        CheckpointError,
+        ConfigError,
+        ConflictError,
+        FSDP2Error,
+        ModulePathError,
+        PatchError,
+        PlanError,
+    )
+    from .grad_sync import clip_grad_norm_
+    from .plan import FSDP2Plan, build_plan
+    from .wrap import wrap_model
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "ConflictError": "errors",
+    "FSDP2Config": "config",
+    "FSDP2Error": "errors",
+    "FSDP2Plan": "plan",
+    "ModulePathError": "errors",
+    "PatchError": "errors",
+    "PlanError": "errors",
+    "build_plan": "plan",
+    "clip_grad_norm_": "grad_sync",
+    "load_config": "config",
+    "wrap_model": "wrap",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ConflictError",
+    "FSDP2Config",
+    "FSDP2Error",
+    "FSDP2Plan",
+    "ModulePathError",
+    "PatchError",
+    "PlanError",
+    "build_plan",
+    "clip_grad_norm_",
+    "load_config",
+    "wrap_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,176 @@
+"""Carry out a plan. The only caller of ``fully_shard`` and of the prefetch setters' recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from .casts import apply_exact_outputs, apply_input_casts, apply_output_casts
+from .device import current_device
+from .errors import PlanError
+from .mesh import replicate_group
+from .model_index import below_wrappers
+from .param_attrs import kept_param_attrs
+from .plan import FSDP2Plan
+from .policies import build_precision, to_dtype
+from .prefetch import PrefetchRecorder
+from .recompute import apply_recompute
+from .rng import RandomState
+
+_HANDLE = "_mindspeed_fsdp2"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What stays attached to a wrapped model.
+
+    Attributes:
+        plan: The plan that was applied.
+        mesh: The mesh it was applied on.
+        group: The data-parallel group, None for all ranks.
+        prefetch: The order recorder, None when no prefetch was asked for.
+    """
+
+    plan: FSDP2Plan
+    mesh: DeviceMesh
+    group: dist.ProcessGroup | None
+    prefetch: PrefetchRecorder | None
+
+
+def sharded(model: nn.Module) -> Sharded | None:
+    """Return what :func:`apply_plan` attached to ``model`` (or to the module below its wrappers), if anything."""
+    found = vars(below_wrappers(model)).get(_HANDLE)
+    return found if isinstance(found, Sharded) else None
+
+
+def apply_plan(
+    plan: FSDP2Plan,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup | None,
+    random_states: Sequence[RandomState],
+) -> Sharded:
+    """Shard ``model`` as ``plan`` says (**in place**, **collective** over ``group``).
+
+    Args:
+        plan: Made for this model.
+        model: The model, possibly below wrappers.
+        mesh: Shape ``(shards,)`` or ``(replicas, shards)``.
+        group: The data-parallel group the mesh covers.
+        random_states: Restored around recomputation.
+
+    Returns:
+        The handle that :func:`sharded` finds again.
+
+    Raises:
+        PlanError: ``model`` is wrapped already.
+    """
+    root = below_wrappers(model)
+    if isinstance(root, FSDPModule) or sharded(root) is not None:
+        raise PlanError("model: it is wrapped already. Call wrap_model once.")
+    modules: dict[str, nn.Module] = dict(root.named_modules(remove_duplicate=False))
+    config = plan.config
+    apply_recompute([(fqn, modules[fqn]) for fqn in plan.recompute], config.use_reentrant, random_states)
+    ignored = [modules[fqn] for fqn in plan.ignored]
+    device = current_device(mesh.device_type)
+    for module in ignored:
+        module.to(device)
+    _equalise_whole(root, ignored, device, group)
+    with kept_param_attrs(root):
+        _shard_units(plan, modules, mesh, {p for module in ignored for p in module.parameters()})
+    if (replicas := replicate_group(mesh)) is not None:
+        _equalise_shards(root, replicas)
+    _apply_casts(plan, modules, ignored)
+    root.register_forward_hook(_reshard_after_evaluation)
+    handle = Sharded(plan, mesh, group, _start_prefetch(plan, root, modules, group))
+    setattr(root, _HANDLE, handle)
+    return handle
+
+
+def _shard_units(
+    plan: FSDP2Plan, modules: dict[str, nn.Module], mesh: DeviceMesh, ignored_params: set[nn.Parameter]
+) -> None:
+    config = plan.config
+    param_dtype, reduce_dtype = to_dtype(config.param_dtype), to_dtype(config.reduce_dtype)
+    for unit in plan.units:
+        is_root = unit.fqns == ("",)
+        members = [modules[fqn] for fqn in unit.fqns]
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": build_precision(
+                param_dtype, reduce_dtype, to_dtype(config.output_dtype) if is_root else None, unit.stored_dtype
+            ),
+            "ignored_params": ignored_params,
+        }
+        if not is_root:  # left to torch, the root stays gathered from its forward to its backward
+            options["reshard_after_forward"] = config.reshard_after_forward
+        fully_shard(members if len(members) > 1 else members[0], **options)
+
+
+def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequence[nn.Module]) -> None:
+    config = plan.config
+    dtype = to_dtype(config.param_dtype)
+    if dtype is None:
+        return
+    if not plan.root_casts_inputs:
+        apply_output_casts(ignored, dtype)
+    if not config.cast_forward_inputs:
+        return
+    apply_exact_outputs(modules[fqn] for fqn in plan.parameterless)
+    units = [modules[fqn] for unit in plan.units for fqn in unit.fqns if fqn or plan.root_casts_inputs]
+    silent = {id(modules[fqn]) for fqn in plan.parameterless}
+    casting = [module for module in units if id(module) not in silent]
+    apply_input_casts([*casting, *(modules[fqn] for fqn in plan.cast_leaves)], dtype, config.keep_input_dtype)
+
+
+def _equalise_whole(
+    root: nn.Module, ignored: Sequence[nn.Module], device: torch.device, group: dist.ProcessGroup | None
+) -> None:
+    """Give every rank the first rank's values of what is not sharded: ignored parameters and all buffers."""
+    whole = {id(t): t for module in ignored for t in module.parameters()}
+    whole.update({id(t): t for t in root.buffers() if not t.is_meta})
+    for tensor in whole.values():
+        _broadcast(tensor.detach(), device, group)
+
+
+def _equalise_shards(root: nn.Module, replicas: dist.ProcessGroup) -> None:
+    """Give every replica the first replica's shards, whatever the ranks' seeds were."""
+    for param in root.parameters():
+        if isinstance(param, DTensor):
+            local = param.detach().to_local()
+            _broadcast(local, local.device, replicas)
+
+
+def _broadcast(tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    if dist.get_world_size(group) == 1 or tensor.numel() == 0:
+        return
+    buffer = tensor.to(device).contiguous()
+    dist.broadcast(buffer, group=group, group_src=0)
+    if buffer is not tensor:
+        tensor.copy_(buffer)
+
+
+def _reshard_after_evaluation(module: nn.Module, _args: Any, _output: Any) -> None:
+    # A forward under no_grad leaves the root gathered; an optimizer built then would hold dead tensors.
+    if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
+        module.reshard()
+
+
+def _start_prefetch(
+    plan: FSDP2Plan, root: nn.Module, modules: dict[str, nn.Module], group: dist.ProcessGroup | None
+) -> PrefetchRecorder | None:
+    config = plan.config
+    if not (config.num_to_forward_prefetch or config.num_to_backward_prefetch):
+        return None
+    units = [(unit.name, [modules[fqn] for fqn in unit.fqns]) for unit in plan.units if unit.numel or unit.fqns == ("",)]
+    recorder = PrefetchRecorder(root, units, config.num_to_forward_prefetch, config.num_to_backward_prefetch, group)
+    recorder.start()
+    return recorder

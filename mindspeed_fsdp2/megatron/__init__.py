@@ -1,0 +1,1 @@
+"""The adapter for Megatron-LM; nothing outside this package names megatron."""

@@ -1,0 +1,147 @@
+"""PATCHES: every name of Megatron this package rebinds, in one table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import PatchError
+from .arguments import add_arguments
+from .norms import wrap_data_parallel_group
+from .patcher import Installation, Patch
+from .patcher import install as install_patches
+from .startup import Startup, wrap_excepthook, wrap_initialize_distributed
+
+
+def _wrapped_class(original: Any) -> Any:
+    # Imported here: the subclass must be defined after the rows above it are known to resolve, and importing it
+    # initialises Megatron's model code, which a failing check should not need.
+    from .data_parallel import FSDP2DataParallel
+
+    return FSDP2DataParallel
+
+
+def _with_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
+    def add_megatron_arguments(parser: Any) -> Any:
+        return add_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def build_patches(startup: Startup) -> tuple[Patch, ...]:
+    """Return the table; ``startup`` is where the argument check leaves its CPU mode for :func:`uninstall`."""
+    return (
+        Patch(
+            name="flags",
+            targets=("megatron.training.arguments:add_megatron_arguments",),
+            make=_with_arguments,
+            why="Adds --fsdp2-config-path and --downcast-to-bf16, and the dual backends. From 0.18 on scripts parse "
+            "before pretrain(), so its extra_args_provider comes too late.",
+            remove_when="Megatron reads an FSDP2 configuration file itself.",
+        ),
+        Patch(
+            name="conflicts",
+            targets=("megatron.training.arguments:validate_args", "megatron.training.initialize:validate_args"),
+            make=startup.wrap_validate_args,
+            why="Reports every conflict at once, before Megatron's assertions name the first; switches to CPU mode.",
+            remove_when="Never: the YAML's own conflicts stay ours.",
+        ),
+        Patch(
+            name="agreement",
+            targets=("megatron.training.initialize:_initialize_distributed",),
+            make=wrap_initialize_distributed,
+            why="The first moment at which ranks can tell each other that a file is missing or different.",
+            remove_when="Never.",
+        ),
+        Patch(
+            name="wrapper",
+            targets=(
+                "megatron.core.distributed:TorchFullyShardedDataParallel",
+                "megatron.core.distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel",
+                "megatron.training.training:torch_FSDP",
+                "megatron.training.checkpointing:torch_FSDP",
+                "megatron.training.utils:torch_FSDP",
+                "megatron.training.models.dist_utils:TorchFullyShardedDataParallel",
+            ),
+            make=_wrapped_class,
+            why="The class that shards. Both build paths construct it by one of these names: get_model up to 0.18, "
+            "models/dist_utils.py in 0.19.",
+            remove_when="Megatron's class takes units, precision, mesh and recompute from a file.",
+        ),
+        Patch(
+            name="norm-mesh",
+            targets=(
+                "megatron.core.utils:get_data_parallel_group_if_dtensor",
+                "megatron.core.optimizer.clip_grads:get_data_parallel_group_if_dtensor",
+                "megatron.training.utils:get_data_parallel_group_if_dtensor",
+                "megatron.training.utils.common_utils:get_data_parallel_group_if_dtensor",
+            ),
+            make=wrap_data_parallel_group,
+            why="The original raises on a (replicate, shard) mesh, which sharding_size 1 and int bring.",
+            remove_when="DeviceMesh.get_group() is called with the shard axis upstream.",
+        ),
+        Patch(
+            name="excepthook",
+            targets=("sys:excepthook",),
+            make=wrap_excepthook,
+            why="A user's mistake ends with its message, not with a traceback.",
+            remove_when="Never.",
+        ),
+    )
+
+
+@dataclass
+class _Installed:
+    """The one installation of this process: a second import must find it, or every name would be wrapped twice."""
+
+    patches: Installation | None = None
+    startup: Startup | None = None
+
+
+_installed = _Installed()
+
+
+def installed() -> bool:
+    """Return whether Megatron is patched in this process."""
+    return _installed.patches is not None
+
+
+def install() -> None:
+    """Patch Megatron (**in place**); a second call does nothing.
+
+    Raises:
+        PatchError: A name does not exist in this Megatron, all of them listed; nothing is changed then.
+    """
+    if _installed.patches is not None:
+        return
+    if "megatron.training" not in sys.modules:
+        _require_megatron()
+    startup = Startup()
+    _installed.patches, _installed.startup = install_patches(build_patches(startup)), startup
+
+
+def uninstall() -> None:
+    """Give every patched name back, CPU mode included (**in place**); without an installation nothing happens.
+
+    Raises:
+        PatchError: Somebody rebound one of the names since; nothing is restored then.
+    """
+    if _installed.patches is None or _installed.startup is None:
+        return
+    _installed.patches.uninstall()
+    _installed.startup.leave_cpu_mode()
+    _installed.patches = _installed.startup = None
+
+
+def _require_megatron() -> None:
+    try:
+        import megatron.training  # noqa: F401
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron"):
+            raise
+        raise PatchError(
+            "megatron.training cannot be imported. Install megatron-core 0.17 or newer (Python 3.12), or put a "
+            "Megatron-LM checkout on PYTHONPATH."
+        ) from None

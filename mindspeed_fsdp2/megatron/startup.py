@@ -1,0 +1,116 @@
+"""From the parsed arguments to the first collective: check, switch to CPU mode, agree over ranks."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from megatron.training import get_args
+
+from ..agreement import exchange
+from ..config import FSDP2Config, load_config
+from ..errors import FSDP2Error
+from .conflicts import check_conflicts, notices
+from .cpu import CpuMode, cpu_mode_wanted, enable_cpu
+
+logger = logging.getLogger("mindspeed_fsdp2")
+
+# Attributes on Megatron's args: they live as long as the run's own arguments and need no state of ours.
+CHECKED = "mindspeed_fsdp2_checked"
+_KEPT_ERROR = "mindspeed_fsdp2_error"
+_DIGEST = "mindspeed_fsdp2_digest"
+
+
+def megatron_device_type(args: Namespace) -> str | None:
+    """Return ``"cpu"`` in CPU mode, where torch.cuda only pretends to be there; None lets the device be found."""
+    return "cpu" if args.distributed_backend == "gloo" else None
+
+
+class Startup:
+    """What happens between parsing and the first collective, and the CPU mode it may have switched on."""
+
+    def __init__(self) -> None:
+        self._cpu_mode: CpuMode | None = None
+
+    def wrap_validate_args(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``validate_args`` that first reports every conflict, before Megatron's own assertions see one."""
+
+        @functools.wraps(original)
+        def validate_args(args: Namespace, *rest: Any, **named: Any) -> Any:
+            check_arguments(args)
+            if self._cpu_mode is None and cpu_mode_wanted(args.distributed_backend):
+                self._cpu_mode = enable_cpu()
+            return original(args, *rest, **named)
+
+        return validate_args
+
+    def leave_cpu_mode(self) -> None:
+        """Give back every name that CPU mode redirected (**in place**)."""
+        if self._cpu_mode is not None:
+            self._cpu_mode.restore()
+            self._cpu_mode = None
+
+
+def check_arguments(args: Namespace) -> None:
+    """Refuse what cannot work, and note on ``args`` what was found (**in place**).
+
+    A configuration that cannot be loaded may be missing on this node only. Nothing can be told to the other ranks
+    before the process group exists, so that error is kept on ``args`` for :func:`wrap_initialize_distributed`.
+
+    Raises:
+        ConflictError: Flags, environment and YAML do not go together.
+    """
+    config: FSDP2Config | None = None
+    error: FSDP2Error | None = None
+    if args.use_torch_fsdp2 and args.fsdp2_config_path:
+        try:
+            config = load_config(args.fsdp2_config_path)
+        except FSDP2Error as caught:
+            error = caught
+    try:
+        check_conflicts(args, config, os.environ)
+    except FSDP2Error as conflict:
+        if error is None:
+            raise
+        raise type(conflict)(f"{conflict}\n{error}") from None
+    if args.rank == 0:
+        for text in notices(args, config):
+            logger.warning("%s", text)
+    setattr(args, CHECKED, True)
+    setattr(args, _KEPT_ERROR, error)
+    setattr(args, _DIGEST, config.digest() if config is not None else "")
+
+
+def wrap_initialize_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``_initialize_distributed`` after which all ranks compare what they loaded."""
+
+    @functools.wraps(original)
+    def initialize_distributed(*rest: Any, **named: Any) -> Any:
+        result = original(*rest, **named)
+        args = get_args()
+        if args.use_torch_fsdp2:
+            kept = getattr(args, _KEPT_ERROR, None)
+            exchange((kept, getattr(args, _DIGEST, "")), None, f"--fsdp2-config-path {args.fsdp2_config_path}")
+        return result
+
+    return initialize_distributed
+
+
+def wrap_excepthook(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an exception hook that shows our own errors as their message alone."""
+
+    @functools.wraps(original)
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, FSDP2Error):
+            sys.stderr.write(f"mindspeed_fsdp2: {error}\n")
+            sys.stderr.flush()
+        else:
+            original(kind, error, trace)
+
+    return excepthook

@@ -1,0 +1,98 @@
+"""The modules of one model by name: what module paths are matched against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .errors import ModulePathError, PlanError
+from .module_path import ModulePath, ModuleTree, nearest
+
+
+@dataclass(frozen=True)
+class ModelIndex:
+    """Every module of a model under every name it has.
+
+    Attributes:
+        root: The model below its wrappers; all fqns are relative to it.
+        modules: First name of each module -> module, in registration order; ``""`` is the root.
+        first_name: Every name, second names of shared modules included -> first name.
+        tree: All names, for matching.
+        classes: Class name, bare and with its import path -> first names of the modules of exactly that class.
+    """
+
+    root: nn.Module
+    modules: Mapping[str, nn.Module]
+    first_name: Mapping[str, str]
+    tree: ModuleTree
+    classes: Mapping[str, list[str]] = field(repr=False)
+
+    def select(self, text: str) -> list[str]:
+        """Return the first names of the modules that ``text`` selects, in registration order, each once.
+
+        ``text`` is a module path, or the import path or bare name of a module class; a module path wins.
+
+        Raises:
+            ModulePathError: Nothing is selected, an index names no module, or ``text`` names a parameter.
+        """
+        try:
+            found = ModulePath.parse(text).select(self.tree)
+        except ModulePathError as error:
+            if text in self.classes:
+                return list(self.classes[text])
+            raise self._explain(text, error) from None
+        return list(dict.fromkeys(self.first_name[fqn] for fqn in found))
+
+    def _explain(self, text: str, error: ModulePathError) -> ModulePathError:
+        owner, _, leaf = text.rpartition(".")
+        module = self.modules.get(self.first_name.get(owner, owner))
+        if module is not None and leaf in dict(module.named_parameters(recurse=False)):
+            where = f"Write its module {owner!r}." if owner else "It belongs to the root, which is always a unit."
+            return ModulePathError(f"{text!r} is a parameter, not a module. {where}")
+        wrapped = text.removeprefix("module.")
+        if wrapped != text and wrapped in self.first_name:
+            return ModulePathError(f"{text!r} selects no module: wrappers are not part of a path. Write {wrapped!r}.")
+        close = nearest(text, self.classes)
+        if close and text not in self.first_name and close[0].rpartition(".")[2][0].isupper():
+            return ModulePathError(f"{error} Classes with a similar name: {', '.join(close)}.")
+        return error
+
+
+def build_index(model: nn.Module) -> ModelIndex:
+    """Return the index of ``model`` below its wrappers, in time linear in the number of names.
+
+    Raises:
+        PlanError: A module contains itself.
+    """
+    root = below_wrappers(model)
+    modules: dict[str, nn.Module] = {}
+    first_name: dict[str, str] = {}
+    first_of: dict[int, str] = {}
+    classes: dict[str, list[str]] = {}
+    try:
+        for fqn, module in root.named_modules(remove_duplicate=False):
+            first = first_of.setdefault(id(module), fqn)
+            first_name[fqn] = first
+            if first == fqn:
+                modules[fqn] = module
+                kind = type(module)
+                classes.setdefault(kind.__name__, []).append(fqn)
+                classes.setdefault(f"{kind.__module__}.{kind.__qualname__}", []).append(fqn)
+    except RecursionError:
+        raise PlanError("model: a module contains itself. FSDP2 needs a module tree without cycles.") from None
+    return ModelIndex(root, modules, first_name, ModuleTree(first_name), classes)
+
+
+def below_wrappers(model: nn.Module) -> nn.Module:
+    """Return the first module below wrappers such as Megatron's ``Float16Module`` or DDP.
+
+    A wrapper is a module whose only child is called ``module`` and that owns no parameter itself.
+    """
+    while list(model._modules) == ["module"] and not model._parameters:
+        inner = model._modules["module"]
+        if inner is None:
+            break
+        model = inner
+    return model

@@ -1,0 +1,131 @@
+"""Record the order in which units run, and set explicit prefetch lists from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+logger = logging.getLogger("mindspeed_fsdp2")
+
+
+@dataclass(frozen=True)
+class PrefetchOrder:
+    """The recorded order of units, by name.
+
+    Attributes:
+        forward: Units in the order in which their forward begins; the root first.
+        backward: Units in the order in which backward reaches them: the reverse of the order in which their forward
+            ended. The two differ for nested units.
+    """
+
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+
+@dataclass
+class PrefetchRecorder:
+    """Watches the first training forward of ``root``, then sets the prefetch lists and takes its hooks away.
+
+    Lists that differ between ranks train on wrong weights without any error, so the ranks compare their orders in
+    one collective and set nothing unless all are equal.
+
+    Attributes:
+        root: The root unit's module.
+        units: ``(name, modules)`` of every unit, the root included.
+        ahead_forward: Units to gather ahead in forward.
+        ahead_backward: Units to gather ahead in backward.
+        group: The data-parallel ranks, which compare their orders.
+        order: What was recorded; None until then, and forever if the ranks differ.
+    """
+
+    root: nn.Module
+    units: Sequence[tuple[str, Sequence[nn.Module]]]
+    ahead_forward: int
+    ahead_backward: int
+    group: dist.ProcessGroup | None
+    order: PrefetchOrder | None = None
+    _begun: list[str] = field(default_factory=list)
+    _ended: list[str] = field(default_factory=list)
+    _handles: list[RemovableHandle] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Register the recording hooks (**in place**)."""
+        for name, modules in self.units:
+            for module in modules:
+                self._handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
+                self._handles.append(module.register_forward_hook(partial(self._end, name)))
+
+    def _begin(self, name: str, module: nn.Module, _args: Any) -> None:
+        if module is self.root:
+            self._begun.clear()
+            self._ended.clear()
+        if torch.is_grad_enabled() and name not in self._begun:
+            self._begun.append(name)
+
+    def _end(self, name: str, module: nn.Module, _args: Any, _output: Any) -> None:
+        if not torch.is_grad_enabled() or not self._begun:
+            return
+        if name in self._ended:  # a unit that runs twice is needed last by its last run
+            self._ended.remove(name)
+        self._ended.append(name)
+        if module is self.root and module.training:
+            self._finish()
+
+    def _finish(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        mine = PrefetchOrder(tuple(self._begun), tuple(reversed(self._ended)))
+        every: list[PrefetchOrder] = [mine] * dist.get_world_size(self.group)
+        dist.all_gather_object(every, mine, group=self.group)
+        other = next((n for n, order in enumerate(every) if order != every[0]), None)
+        if other is not None:
+            logger.warning(
+                "prefetch is left to PyTorch: the execution order differs between data-parallel ranks 0 and %d, first "
+                "at %s. Explicit lists that differ between ranks would train on wrong weights.",
+                other,
+                _first_difference(every[0], every[other]),
+            )
+            return
+        self.order = mine
+        modules = dict(self.units)
+        _set(mine.forward, self.ahead_forward, modules, forward=True)
+        _set(mine.backward, self.ahead_backward, modules, forward=False)
+
+
+def _set(order: Sequence[str], ahead: int, units: dict[str, Sequence[nn.Module]], *, forward: bool) -> None:
+    if not ahead:
+        return
+    for position, name in enumerate(order):
+        # All modules of a unit share one state, so the first stands for them.
+        following = [_fsdp(units[other][0]) for other in order[position + 1 : position + 1 + ahead]]
+        unit = _fsdp(units[name][0])
+        if forward:
+            unit.set_modules_to_forward_prefetch(following)
+        else:
+            unit.set_modules_to_backward_prefetch(following)
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    if not isinstance(module, FSDPModule):
+        raise TypeError(f"{type(module).__name__} is not an FSDP unit")
+    return module
+
+
+def _first_difference(a: PrefetchOrder, b: PrefetchOrder) -> str:
+    for way in ("forward", "backward"):
+        one, two = getattr(a, way), getattr(b, way)
+        for n in range(max(len(one), len(two))):
+            left, right = (seq[n] if n < len(seq) else "nothing" for seq in (one, two))
+            if left != right:
+                return f"{way} position {n}: {left} against {right}"
+    return "nowhere"

@@ -1,0 +1,114 @@
+"""Activation checkpointing that leaves names, state-dict keys and module paths alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from . import rng
+from ._torch_private import TreeSpec, tree_flatten, tree_unflatten
+from .casts import is_kept, keep
+from .errors import FSDP2Error
+
+
+def apply_recompute(
+    modules: Iterable[tuple[str, nn.Module]], use_reentrant: bool, random_states: Sequence[rng.RandomState]
+) -> None:
+    """Make each module recompute its activations in backward (**in place**; before ``fully_shard``).
+
+    ``forward`` is replaced on the instance, below FSDP's hooks: the parameters that backward has gathered serve the
+    recomputation too, and no wrapper enters the module's name (``checkpoint_wrapper`` renames; applied after
+    sharding it costs one more all-gather per unit).
+
+    Args:
+        modules: ``(fqn, module)`` pairs.
+        use_reentrant: Which of torch's two implementations.
+        random_states: What is put back before the second run, so that dropout draws the same masks.
+    """
+    for fqn, module in modules:
+        run = _reentrant if use_reentrant else _non_reentrant
+        module.forward = run(fqn, module, module.forward, tuple(random_states))  # type: ignore[method-assign]
+
+
+class _SameDraws:
+    """Calls a function again with the random states of its first call.
+
+    One object per forward call: the first call is the forward, every later one a recomputation.
+    """
+
+    def __init__(self, states: Sequence[rng.RandomState]) -> None:
+        self._states = states
+        self._first: list[Any] | None = None
+
+    def __call__(self, function: Callable[[], Any]) -> Any:
+        if self._first is None:
+            self._first = rng.snapshot(self._states)
+            return function()
+        outer = rng.snapshot(self._states)
+        rng.restore(self._states, self._first)
+        try:
+            return function()
+        finally:  # non-reentrant recomputation stops early by raising through here
+            rng.restore(self._states, outer)
+
+
+def _non_reentrant(
+    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState]
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        draws = _SameDraws(states)
+
+        def run(*inner: Any, **inner_kwargs: Any) -> Any:
+            return draws(lambda: forward(*inner, **inner_kwargs))
+
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return checkpointed
+
+
+def _reentrant(
+    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState]
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Reentrant checkpointing sees tensors only as direct positional arguments and results: a tensor in a keyword,
+        # a tuple or a dict would keep its graph and be differentiated twice or not at all.
+        leaves, spec = tree_flatten((args, kwargs))
+        _check_gradient_reaches(fqn, module, leaves)
+        kept = [isinstance(leaf, torch.Tensor) and is_kept(leaf) for leaf in leaves]
+        draws = _SameDraws(states)
+        out_spec: list[TreeSpec] = []
+
+        def run(*flat: Any) -> Any:
+            for leaf, mark in zip(flat, kept):
+                if mark:  # torch hands over detached copies, which lost the mark
+                    keep(leaf)
+            inner, inner_kwargs = tree_unflatten(list(flat), spec)
+            out_leaves, out = tree_flatten(draws(lambda: forward(*inner, **inner_kwargs)))
+            out_spec[:] = [out]
+            return tuple(out_leaves)
+
+        results = checkpoint(run, *leaves, use_reentrant=True, preserve_rng_state=False)
+        return tree_unflatten(list(results), out_spec[0])
+
+    return checkpointed
+
+
+def _check_gradient_reaches(fqn: str, module: nn.Module, leaves: Sequence[Any]) -> None:
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        return
+    if any(param.requires_grad for param in module.parameters()):
+        raise FSDP2Error(
+            f"recompute_modules: {fqn!r} is recomputed reentrantly but none of its inputs requires grad, so its "
+            "parameters would silently get no gradient. Set use_reentrant: false, or do not recompute it."
+        )

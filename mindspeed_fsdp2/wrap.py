@@ -1,0 +1,107 @@
+"""Public entry for any trainer: configuration + model -> the same model, sharded."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .agreement import agree
+from .apply import Sharded, apply_plan
+from .config import FSDP2Config, load_config
+from .device import check_device_type, find_device_type
+from .errors import PlanError
+from .mesh import build_mesh
+from .plan import FSDP2Plan, build_plan
+from .rng import RandomState, random_states
+
+logger = logging.getLogger("mindspeed_fsdp2")
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | FSDP2Config
+
+
+def wrap_model(
+    model: nn.Module,
+    config: ConfigSource,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    device_type: str | None = None,
+) -> nn.Module:
+    """Shard ``model`` with FSDP2 as ``config`` says and return it (**in place**, **collective**).
+
+    Build the optimizer afterwards: parameters are replaced by DTensors, mesh ``(dp_shard,)`` or
+    ``(dp_replicate, dp_shard)``, sharded on dimension 0. The state stored and optimized keeps the loaded dtype.
+
+    Args:
+        model: The whole model with its weights loaded, on any device. Attributes of parameters survive.
+        config: Path of a YAML file, a mapping with the same keys, or an ``FSDP2Config``.
+        process_group: Data-parallel ranks; None means all. Every rank of the job must call this function.
+        device_type: ``"npu"``, ``"cuda"`` or ``"cpu"``; None takes the accelerator found.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        ConfigError: The configuration is wrong or does not fit the number of ranks; lists every problem.
+        PlanError: The model cannot be sharded as asked, or the ranks do not agree. Every rank raises, or none.
+    """
+    if not dist.is_initialized():
+        raise PlanError(
+            "process_group: torch.distributed is not initialised. Start with torchrun and call "
+            "torch.distributed.init_process_group() before wrap_model."
+        )
+    handle = shard_model(model, lambda: load_config(config), process_group, device_type)
+    for notice in handle.plan.notices:
+        _log_once(logging.WARNING, notice)
+    _log_once(logging.INFO, str(handle.plan))
+    return model
+
+
+def shard_model(
+    model: nn.Module,
+    load: Callable[[], FSDP2Config],
+    process_group: dist.ProcessGroup | None,
+    device_type: str | None,
+    default_units: Callable[[nn.Module], Sequence[str]] | None = None,
+    more_random_states: Sequence[RandomState] = (),
+) -> Sharded:
+    """Plan, agree and apply; what :func:`wrap_model` and the Megatron adapter share (**in place**, **collective**).
+
+    Args:
+        model: See :func:`wrap_model`.
+        load: Returns the configuration; an error it raises on one rank ends all ranks.
+        process_group: See :func:`wrap_model`.
+        device_type: See :func:`wrap_model`.
+        default_units: The host's units when the configuration lists none.
+        more_random_states: The host's own random states, kept around recomputation.
+
+    Raises:
+        FSDP2Error: See :func:`wrap_model`.
+    """
+
+    def build() -> tuple[FSDP2Plan, str]:
+        device = device_type or find_device_type()
+        check_device_type(device)
+        plan = build_plan(
+            load(),
+            model,
+            default_units=default_units,
+            data_parallel_size=dist.get_world_size(process_group),
+            whole_world=dist.get_world_size(process_group) == dist.get_world_size(),
+        )
+        return plan, device
+
+    plan, device = agree(build, lambda built: f"{built[0].digest()}/{built[1]}", None, "FSDP2 plan")
+    if plan.shard_size is None:  # only a plan made without a number of ranks lacks it
+        raise PlanError("plan: it was made without the number of data-parallel ranks.")
+    mesh = build_mesh(plan.shard_size, process_group, device)
+    return apply_plan(plan, model, mesh, process_group, (*random_states(device), *more_random_states))
+
+
+def _log_once(level: int, text: str) -> None:
+    if dist.get_rank() == 0:
+        logger.log(level, "%s", text)
