@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -11,14 +11,14 @@ import torch.distributed as dist
 from .errors import FSDP2Error, PlanError
 
 T = TypeVar("T")
-logger = logging.getLogger("mindspeed_fsdp2")
 
 
 def agree(build: Callable[[], T], digest: Callable[[T], str], group: dist.ProcessGroup | None, what: str) -> T:
     """Call ``build`` on every rank and return its value, if all ranks made the same (**collective** over ``group``).
 
     Args:
-        build: Makes the value; may raise ``FSDP2Error``.
+        build: Makes the value; may raise ``FSDP2Error``. Any other exception is a fault: its rank raises it as it
+            is, the other ranks raise a ``PlanError`` with its text.
         digest: Equal exactly when the values are.
         group: The ranks that compare; None means all.
         what: Noun for the message, e.g. ``"FSDP2 plan"``.
@@ -33,6 +33,10 @@ def agree(build: Callable[[], T], digest: Callable[[T], str], group: dist.Proces
         value = build()
     except FSDP2Error as caught:
         error = caught
+    except Exception as fault:
+        with suppress(FSDP2Error):  # the others learn of it before this rank leaves with its own traceback
+            exchange((PlanError(f"{what}: {type(fault).__name__}: {fault}"), ""), group, what)
+        raise
     mine = (error, "" if value is None else digest(value))
     exchange(mine, group, what)
     if value is None:  # unreachable after exchange(), which raises wherever a rank failed

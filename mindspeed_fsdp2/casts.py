@@ -80,7 +80,7 @@ def _input_cast(
     return hook
 
 
-def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     floating_inputs: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,8 +90,8 @@ def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     apply_to_tensors(note, (args, kwargs))
     if floating_inputs and not any(b.is_floating_point() for b in module.buffers()):
-        return output
-    return apply_to_tensors(lambda t: keep(t) if t.is_floating_point() else t, output)
+        return
+    apply_to_tensors(lambda t: keep(t) if t.is_floating_point() else t, output)
 
 
 def _cast_outputs(dtype: torch.dtype, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -42,8 +41,12 @@ class Origin:
         """Return ``cfg.yaml:12: sub_modules_to_wrap[3]``, leaving out the parts that are not known."""
         line = line or self.line(location)
         place = [] if self.name is None else [self.name if line is None else f"{self.name}:{line}"]
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{_one_line(part)}" for part in location)[1:]
         return ": ".join([*place, key] if key else place)
+
+
+def _one_line(key: str) -> str:
+    return key if key.isprintable() else repr(key)
 
 
 @dataclass(frozen=True)
@@ -77,45 +80,56 @@ def read_yaml(path: str) -> tuple[dict[str, object], Origin, list[Problem]]:
         ConfigError: There is no text in ``path`` that reads as one YAML mapping.
     """
     text = _read_text(path)
-    loader = yaml.SafeLoader("")
     try:
         loader = yaml.SafeLoader(text)
-        if not loader.check_node():
-            raise ConfigError(f"{path}: the file is empty. {_START}")
-        node = loader.get_node()
-        another = loader.check_node() and loader.peek_event()
-        if another:
-            line = another.start_mark.line + 1
-            raise ConfigError(f"{path}:{line}: a second YAML document starts here. Keep one document in the file.")
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(_not_a_mapping(path, node))
         reader = _NodeReader(loader)
-        data = reader.mapping(node, ())
+        data = reader.mapping(_only_mapping(path, loader), ())
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{path}:{line}: the character U+{ord(text[error.position]):04X} is no text. Remove it.") from None
+        line, code = text.count("\n", 0, error.position) + 1, ord(text[error.position])
+        raise ConfigError(f"{path}:{line}: the character U+{code:04X} does not belong in text. Remove it.") from None
     except yaml.MarkedYAMLError as error:
         line, message = explain_syntax(error, text)
         raise ConfigError(f"{path}:{line}: {message}") from None
     except RecursionError:
         raise ConfigError(f"{path}: lists are nested too deeply. Write module paths at most two lists deep.") from None
-    finally:
-        loader.dispose()
     return data, Origin(path, reader.lines), reader.problems
+
+
+def _only_mapping(path: str, loader: yaml.SafeLoader) -> yaml.MappingNode:
+    node = loader.get_node() if loader.check_node() else None
+    if node is None:
+        raise ConfigError(f"{path}: the file is empty. {_START}")
+    if loader.check_node():
+        second = loader.get_node()
+        line = second.start_mark.line + 1 if second else 1
+        raise ConfigError(f"{path}:{line}: a second YAML document starts here. Keep one document in the file.")
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(_not_a_mapping(path, node))
+    return node
 
 
 def write_yaml(settings: Mapping[str, object], defaults: Collection[str]) -> str:
     """Return ``settings`` as YAML text, the keys in ``defaults`` marked as such."""
     text = ""
     for key, value in settings.items():
-        first, _, rest = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=10**6).partition("\n")
+        dumped = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
+        first, _, rest = dumped.partition("\n")
         text += f"{first}{'  # default' if key in defaults else ''}\n{rest}"
     return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Indents lists below their key."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
 
 
 def _read_text(path: str) -> str:
     if not path:
         raise ConfigError("the path of the YAML file is empty. Write the name of a file.")
+    if "\n" in path:
+        raise ConfigError("the path of the YAML file is text of several lines. Pass a path, or a mapping of settings.")
     try:
         raw = Path(path).read_bytes()
     except FileNotFoundError:
@@ -155,10 +169,11 @@ def _not_a_mapping(path: str, node: yaml.Node) -> str:
     where = f"{path}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.SequenceNode):
         return f"{where}: the file holds a list. {_START}"
-    key, colon, value = str(node.value).split("\n")[0].partition(":")
-    if colon and value:
-        return f"{where}: {key}:{value} lacks the space after the colon. Write '{key}: {value}'."
-    return f"{where}: the file holds only the text {os.fspath(node.value)!r}. {_START}"
+    first = str(node.value).split(maxsplit=1)[:1]
+    key, colon, value = first[0].partition(":") if first else ("", "", "")
+    if key and colon and value:
+        return f"{where}: {first[0]} lacks the space after the colon. Write '{key}: {value}'."
+    return f"{where}: the file holds only the text {node.value!r}. {_START}"
 
 
 class _NodeReader:
@@ -172,25 +187,23 @@ class _NodeReader:
 
     def mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, object]:
         values: dict[str, object] = {}
-        first_lines: dict[str, int] = {}
+        key_lines: dict[str, list[int]] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            if not isinstance(key_node, yaml.ScalarNode):
-                self.problems.append(Problem(location, "a key is not a word. Write 'key: value' lines.", line))
-                continue
             key = str(key_node.value)
             at = (*location, key)
-            if key_node.tag == "tag:yaml.org,2002:merge":
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(Problem(location, "a key is not a word. Write 'key: value' lines.", line))
+            elif key_node.tag == "tag:yaml.org,2002:merge":
                 self.problems.append(Problem(at, "merged mappings are not read here. Write the keys out.", line))
-                continue
-            if key in first_lines:
-                again = f"is given more than once, %s in line {first_lines[key]}. Keep one of them."
-                self.problems.append(Problem(at, again % "first", line))
-                first = f"is given more than once, again in line {line}. Keep one of them."
-                self.problems.append(Problem(at, first, first_lines[key]))
-            first_lines.setdefault(key, line)
-            self.lines[at] = line
-            values[key] = self._value(value_node, at)
+            else:
+                key_lines.setdefault(key, []).append(line)
+                self.lines[at] = line
+                values[key] = self._value(value_node, at)
+        for key, lines in key_lines.items():
+            if len(lines) > 1:
+                text = f"is given more than once, in lines {', '.join(map(str, lines))}. Keep one of them."
+                self.problems += [Problem((*location, key), text, line) for line in lines]
         return values
 
     def _value(self, node: yaml.Node, location: Location) -> object:
@@ -215,7 +228,9 @@ class _NodeReader:
         try:
             value: object = self._loader.construct_object(node)
         except (yaml.MarkedYAMLError, ValueError, KeyError):
-            self.problems.append(Problem(location, f"the value {node.value!r} cannot be read. Write it without a tag."))
+            self.problems.append(
+                Problem(location, f"the value {node.value!r} cannot be read. Quote it, and write no tag.")
+            )
             return node.value
         if type(value) is int and not _PLAIN_INT.fullmatch(node.value):
             self.problems.append(Problem(location, f"YAML reads {node.value} as the number {value}. Write {value}."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def grad_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Te
         norm_type: ``p`` of the p-norm, ``inf`` included.
 
     Returns:
-        Scalar float32 tensor on the gradients' device; 0 without gradients.
+        Scalar on the gradients' device, float32 (float64 if a gradient is); 0 without gradients.
     """
     by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     for grad in grads:
@@ -32,9 +33,12 @@ def grad_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Te
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         by_group.setdefault(group, []).append(local)
     infinite = math.isinf(norm_type)
+    dtype = torch.float32
+    for local in chain.from_iterable(by_group.values()):
+        dtype = torch.promote_types(dtype, local.dtype)
     total: torch.Tensor | None = None
     for group, locals_ in by_group.items():
-        part = torch.stack([_power(local, norm_type) for local in locals_])
+        part = torch.stack([_power(local, norm_type).to(dtype) for local in locals_])
         part = part.max() if infinite else part.sum()
         if group is not None:
             dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
@@ -67,5 +71,5 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 def _power(local: torch.Tensor, norm_type: float) -> torch.Tensor:
     if local.numel() == 0:  # a rank without a piece of this parameter
         return torch.zeros((), device=local.device)
-    norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.promote_types(local.dtype, torch.float32))
     return norm if math.isinf(norm_type) else norm**norm_type

@@ -54,8 +54,8 @@ class ModelIndex:
         wrapped = text.removeprefix("module.")
         if wrapped != text and wrapped in self.first_name:
             return ModulePathError(f"{text!r} selects no module: wrappers are not part of a path. Write {wrapped!r}.")
-        close = nearest(text, self.classes)
-        if close and text not in self.first_name and close[0].rpartition(".")[2][0].isupper():
+        close = nearest(text, self.classes) if text.rpartition(".")[2][:1].isupper() else []
+        if close:
             return ModulePathError(f"{error} Classes with a similar name: {', '.join(close)}.")
         return error
 

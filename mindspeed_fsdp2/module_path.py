@@ -42,7 +42,9 @@ class ModulePath:
                 number, or a range runs backwards.
         """
         if not text.strip():
-            raise ModulePathError(f"module path {text!r} is empty. Write the name of a module, e.g. decoder.layers.{{*}}.")
+            raise ModulePathError(
+                f"module path {text!r} is empty. Write the name of a module, e.g. decoder.layers.{{*}}."
+            )
         return cls(text, tuple(_parse_segment(text, segment) for segment in text.split(".")))
 
     @property
@@ -168,15 +170,17 @@ def _parse_segment(text: str, segment: str) -> str | IndexGroup:
 
 def _check_name(where: str, name: str) -> None:
     if not name:
-        raise ModulePathError(f"{where} has an empty segment. Write names joined by single dots, e.g. decoder.layers.0.")
+        raise ModulePathError(
+            f"{where} has an empty segment. Write names joined by single dots, e.g. decoder.layers.0."
+        )
     if _GROUP.search(name):
         apart = _GROUP.sub(lambda match: f".{match[0]}.", name).strip(".")
         raise ModulePathError(f"{where}: a group must fill a whole segment, not share {name!r}. Write {apart!r}.")
     bracket = next((character for character in name if character in "{}<>"), None)
     if bracket is not None:
-        raise ModulePathError(f"{where}: {bracket!r} has no partner in {name!r}. Write a group as \"layers.{{0-3}}\".")
+        raise ModulePathError(f'{where}: {bracket!r} has no partner in {name!r}. Write a group as "layers.{{0-3}}".')
     if name != name.strip():
-        raise ModulePathError(f"{where} has a blank beside a dot or at an end. Remove it.")
+        raise ModulePathError(f"{where} has a space beside a dot or at an end. Remove it.")
     if "*" in name:
         raise ModulePathError(f"{where} has a '*' outside braces. Write {{*}} for every child.")
     if " - " in name:

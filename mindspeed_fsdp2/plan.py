@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .config import FSDP2Config, check_supported
-from .errors import ConfigError, ModulePathError, PlanError
-from .model_index import ModelIndex, build_index
-from .plan_checks import assign_parameters, check_parameters, order_units
+from .errors import ConfigError, PlanError
+from .model_index import build_index
+from .plan_checks import assign_parameters, check_parameters, layout_of, order_units, some, units_below
+from .plan_select import DefaultUnits, Selector
 from .policies import to_dtype
 
 
@@ -51,6 +53,9 @@ class FSDP2Plan:
         parameterless: Modules without parameters of their own or below, whose outputs keep their dtype.
         root_casts_inputs: False when ignored modules compute in another precision on the caller's own values.
         cast_leaves: Modules with parameters in the root unit that cast their own inputs when the root does not.
+        recomputed: Names of units inside recomputed modules. They gather nothing ahead in forward, because
+            recomputation would do so again for nothing.
+        layout: Digest of all parameters and buffers.
         shard_size: Ranks per shard group, None while the number of ranks is unknown.
         data_parallel_size: Data-parallel ranks, context parallelism included; None while unknown.
         notices: What the user should read once.
@@ -63,6 +68,8 @@ class FSDP2Plan:
     parameterless: tuple[str, ...]
     root_casts_inputs: bool
     cast_leaves: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    layout: str
     shard_size: int | None
     data_parallel_size: int | None
     notices: tuple[str, ...]
@@ -74,8 +81,8 @@ class FSDP2Plan:
 
     def digest(self) -> str:
         """Return a short digest; ranks whose digests differ would wait for each other in a collective."""
-        parts = [[u.fqns, u.numel, str(u.stored_dtype)] for u in self.units]
-        text = json.dumps([self.config.digest(), parts, self.ignored, self.recompute, self.shard_size])
+        units = [unit.fqns for unit in self.units]
+        text = json.dumps([self.config.digest(), units, self.layout, self.ignored, self.recompute, self.shard_size])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -88,7 +95,7 @@ def build_plan(
     config: FSDP2Config,
     model: nn.Module,
     *,
-    default_units: Callable[[nn.Module], Sequence[str]] | None = None,
+    default_units: DefaultUnits | None = None,
     data_parallel_size: int | None = None,
     whole_world: bool = True,
 ) -> FSDP2Plan:
@@ -112,18 +119,24 @@ def build_plan(
         check_supported(config)
     except ConfigError as error:
         problems.extend(str(error).splitlines())
-    index = build_index(model)
     shard_size = _shard_size(config, data_parallel_size, whole_world, problems)
-    ignored = _select_all(config, "ignored_modules", config.ignored_modules, index, problems)
-    recompute = _select_all(config, "recompute_modules", config.recompute_modules, index, problems)
-    _check_forward(config, "recompute_modules", config.recompute_modules, index, problems)
-    _select_all(config, "moe_modules", config.moe_modules, index, problems)
-    groups = _groups(config, index, default_units, problems)
+    index = build_index(model)
+    selector = Selector(config, index, problems)
+    ignored = selector.ignored()
+    recompute = selector.modules("recompute_modules", config.recompute_modules, called=True)
+    selector.modules("moe_modules", config.moe_modules)
+    groups = selector.units(default_units, ignored)
     if problems:  # what follows reads the selections
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(_in_file_order(problems)))
     ordered = order_units(groups, ignored, index, config.where("sub_modules_to_wrap"))
     owned = assign_parameters(ordered, ignored, index)
-    notices = [*config.notices, *check_parameters(owned, config, index)]
+    notices = [*config.notices, *check_parameters(owned, config)]
+    recomputed = [" + ".join(unit) for unit in units_below(recompute, ordered)]
+    if recomputed and config.num_to_forward_prefetch:
+        notices.append(
+            f"{config.where('num_to_forward_prefetch')}: nothing is gathered ahead from {some(recomputed)}: they lie "
+            "inside recomputed modules, and recomputation would gather ahead once more for nothing."
+        )
     units = tuple(
         Unit(
             fqns,
@@ -144,6 +157,8 @@ def build_plan(
         parameterless=tuple(owned.parameterless),
         root_casts_inputs=root_casts,
         cast_leaves=() if root_casts else tuple(owned.root_leaves),
+        recomputed=tuple(recomputed),
+        layout=layout_of(owned, index),
         shard_size=shard_size,
         data_parallel_size=data_parallel_size,
         notices=tuple(notices),
@@ -165,10 +180,10 @@ def _shard_size(config: FSDP2Config, ranks: int | None, whole_world: bool, probl
     if not isinstance(reshard, bool):
         where = config.where("reshard_after_forward")
         if reshard > size or size % reshard:
-            fits = ", ".join(str(n) for n in range(2, size) if size % n == 0) or "none"
+            fits = ["true", *(str(n) for n in range(2, size) if size % n == 0)]
             problems.append(
                 f"{where}: {reshard} does not divide the {size} ranks of a shard group. "
-                f"Use true, false or a divisor between 1 and {size} (here: {fits})."
+                f"Use {', '.join(fits)} or false."
             )
         elif reshard != size and not whole_world:
             problems.append(
@@ -178,101 +193,14 @@ def _shard_size(config: FSDP2Config, ranks: int | None, whole_world: bool, probl
     return size
 
 
-def _select_all(
-    config: FSDP2Config, key: str, paths: Sequence[str], index: ModelIndex, problems: list[str]
-) -> list[str]:
-    found: dict[str, None] = {}
-    for i, text in enumerate(paths):
-        found.update(dict.fromkeys(_select(config.where(key, i), text, index, problems)))
-    if len(paths) < 2:
-        return list(found)
-    position = {fqn: n for n, fqn in enumerate(index.modules)}
-    return sorted(found, key=position.__getitem__)
+def _in_file_order(problems: Iterable[str]) -> list[str]:
+    """Return ``problems``, each once, sorted by the line of the file they name; those without a line come first."""
 
+    def line(problem: str) -> int:
+        found = re.match(r".*?:(\d+): ", problem)
+        return int(found[1]) if found else 0
 
-def _select(where: str, text: str, index: ModelIndex, problems: list[str]) -> list[str]:
-    try:
-        return index.select(text)
-    except ModulePathError as error:
-        problems.append(f"{where}: {error}")
-        return []
-
-
-def _check_forward(
-    config: FSDP2Config, key: str, paths: Sequence[str], index: ModelIndex, problems: list[str]
-) -> None:
-    for i, text in enumerate(paths):
-        for fqn in _select("", text, index, []):
-            _check_container(config.where(key, i), text, fqn, index, problems)
-
-
-def _check_container(where: str, text: str, fqn: str, index: ModelIndex, problems: list[str]) -> None:
-    module = index.modules[fqn]
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        problems.append(
-            f"{where}: {text!r} selects {fqn!r}, a {type(module).__name__}, which has no forward of its own. "
-            f"Write '{fqn}.{{*}}' for its members."
-        )
-
-
-def _groups(
-    config: FSDP2Config,
-    index: ModelIndex,
-    default_units: Callable[[nn.Module], Sequence[str]] | None,
-    problems: list[str],
-) -> list[tuple[str, ...]]:
-    """Return the units as asked for, root excluded, in the YAML's order; a single module named twice appears once."""
-    key = "sub_modules_to_wrap"
-    if config.sub_modules_to_wrap is None:
-        return [(fqn,) for fqn in _default_units(config, index, default_units, problems)]
-    groups: dict[tuple[str, ...], None] = {}
-    owner: dict[str, tuple[str, ...]] = {}
-    for i, entry in enumerate(config.sub_modules_to_wrap):
-        texts = (entry,) if isinstance(entry, str) else entry
-        selected: dict[str, None] = {}
-        for j, text in enumerate(texts):
-            where = config.where(key, i) if isinstance(entry, str) else config.where(key, i, j)
-            for fqn in _select(where, text, index, problems):
-                if fqn == "":
-                    problems.append(f"{where}: {text!r} selects the model itself. Remove it: the root is always a unit.")
-                    continue
-                _check_container(where, text, fqn, index, problems)
-                selected[fqn] = None
-        new = [(fqn,) for fqn in selected] if isinstance(entry, str) else [tuple(selected)] if selected else []
-        for group in new:
-            groups[group] = None
-            for fqn in group:
-                other = owner.setdefault(fqn, group)
-                if other != group:
-                    problems.append(
-                        f"{config.where(key, i)}: {fqn!r} belongs to two units, [{', '.join(other)}] and "
-                        f"[{', '.join(group)}]. List it in one of them."
-                    )
-    return list(groups)
-
-
-def _default_units(
-    config: FSDP2Config,
-    index: ModelIndex,
-    default_units: Callable[[nn.Module], Sequence[str]] | None,
-    problems: list[str],
-) -> list[str]:
-    if default_units is not None:
-        found = list(default_units(index.root))
-    else:
-        names: set[str] = set()
-        for module in index.modules.values():
-            names.update(getattr(module, "_no_split_modules", None) or ())
-        wanted = {fqn for name in names for fqn in index.classes.get(name, ())}
-        found = [fqn for fqn in index.modules if fqn in wanted and fqn]
-    if not found:
-        repeated = next((fqn for fqn, m in index.modules.items() if isinstance(m, nn.ModuleList) and len(m)), None)
-        example = f"'{repeated}.{{*}}'" if repeated else "the repeated layers"
-        problems.append(
-            f"{config.where('sub_modules_to_wrap')}: absent, and {type(index.root).__name__} does not say which modules "
-            f"to shard (no _no_split_modules). List the units, e.g. {example}, or [] for the root alone."
-        )
-    return found
+    return sorted(dict.fromkeys(problems), key=line)
 
 
 __all__ = ["FSDP2Plan", "PlanError", "Unit", "build_plan"]

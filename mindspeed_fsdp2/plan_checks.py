@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -15,6 +17,7 @@ from .model_index import ModelIndex
 from .policies import to_dtype
 
 ROOT = ("",)
+IGNORED = "an ignored module"
 _NAMED_AT_MOST = 8
 
 
@@ -28,6 +31,8 @@ class Ownership:
         parameterless: Modules without any parameter at or below them.
         root_leaves: Modules, other than the root and units, that hold parameters of the root unit directly.
         shared: ``(parameter, first owner, second owner)`` wherever two owners hold the same parameter.
+        shared_modules: ``(second name, first name, first owner, second owner)`` wherever a module with parameters
+            belongs to two owners, one under each name.
     """
 
     units: dict[tuple[str, ...], dict[str, nn.Parameter]]
@@ -35,6 +40,7 @@ class Ownership:
     parameterless: list[str] = field(default_factory=list)
     root_leaves: list[str] = field(default_factory=list)
     shared: list[tuple[str, str, str]] = field(default_factory=list)
+    shared_modules: list[tuple[str, str, str, str]] = field(default_factory=list)
 
 
 def order_units(
@@ -46,11 +52,12 @@ def order_units(
         PlanError: A unit lies inside an ignored module, or two units of several modules enclose each other.
     """
     unit_of = {fqn: group for group in groups for fqn in group}
+    around = _enclosing(unit_of, index)
     skip = set(ignored)
     problems = [
         f"{where}: {fqn!r} lies inside the ignored module {outer!r}. Remove it from one of the two lists."
         for fqn in unit_of
-        for outer in [next((a for a in (fqn, *_ancestors(fqn)) if a in skip), None)]
+        for outer in [next((a for a in (fqn, *around[fqn]) if a in skip), None)]
         if outer is not None
     ]
     if problems:
@@ -62,7 +69,7 @@ def order_units(
     for group in sorted(groups, key=lambda g: position[g[0]], reverse=True):
         sorter.add(group)
         for fqn in group:
-            for outer in _ancestors(fqn):
+            for outer in around[fqn]:
                 enclosing = unit_of.get(outer)
                 if enclosing == group:
                     raise PlanError(f"{where}: {fqn!r} lies inside {outer!r} of the same unit. List the outer one only.")
@@ -76,57 +83,71 @@ def order_units(
 
 
 def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], index: ModelIndex) -> Ownership:
-    """Return which unit holds which parameter, in one pass over the modules."""
+    """Return which unit holds which parameter, in one pass over all names of all modules."""
     owned = Ownership({unit: {} for unit in units})
     unit_of = {fqn: unit for unit in units for fqn in unit}
     skip = set(ignored)
-    inherited: dict[str, tuple[str, ...] | None] = {}  # None: below an ignored module
+    inherited: dict[str, tuple[str, ...] | None] = {}  # by name; None: an ignored module, or below one
     holds: set[str] = set()
     seen: dict[int, tuple[str, ...] | None] = {}
-    for fqn, module in index.modules.items():
-        # The parent of a first name need not be a first name itself (a shared container), hence the look-up.
-        parent = index.first_name[fqn.rpartition(".")[0]]
-        owner = None if fqn in skip or (fqn and inherited[parent] is None) else unit_of.get(fqn) or inherited[parent]
-        inherited[fqn] = owner
-        direct = False
-        for leaf, param in module._parameters.items():
-            if param is None:
-                continue
-            direct = True
-            if id(param) in seen:
-                if seen[id(param)] != owner:
-                    owned.shared.append((f"{fqn}.{leaf}", _owner_name(seen[id(param)]), _owner_name(owner)))
-                continue
-            seen[id(param)] = owner
-            (owned.ignored if owner is None else owned.units[owner])[f"{fqn}.{leaf}" if fqn else leaf] = param
-        if direct:
-            holds.add(fqn)
-            if owner == ROOT and fqn:
-                owned.root_leaves.append(fqn)
-    for fqn in list(holds):
-        for outer in _ancestors(fqn):
+    # Every name counts: FSDP reaches a shared module from each of its parents, whichever name came first.
+    for name, fqn in index.first_name.items():
+        below_ignored = bool(name) and inherited[name.rpartition(".")[0]] is None
+        owner = None if fqn in skip or below_ignored else unit_of.get(fqn) or inherited[name.rpartition(".")[0]]
+        inherited[name] = owner
+        params = {leaf: p for leaf, p in index.modules[fqn]._parameters.items() if p is not None}
+        if not params:
+            continue
+        for outer in (name, *_ancestors(name)):
             if outer in holds:
                 break
             holds.add(outer)
+        if name != fqn:
+            if owner != inherited[fqn]:
+                owned.shared_modules.append((name, fqn, _owner_name(inherited[fqn]), _owner_name(owner)))
+            continue
+        if owner == ROOT and fqn:
+            owned.root_leaves.append(fqn)
+        for leaf, param in params.items():
+            full = f"{fqn}.{leaf}" if fqn else leaf
+            if id(param) not in seen:
+                seen[id(param)] = owner
+                (owned.ignored if owner is None else owned.units[owner])[full] = param
+            elif seen[id(param)] != owner:
+                owned.shared.append((full, _owner_name(seen[id(param)]), _owner_name(owner)))
     owned.parameterless = [fqn for fqn in index.modules if fqn and fqn not in holds]
     return owned
 
 
-def check_parameters(owned: Ownership, config: FSDP2Config, index: ModelIndex) -> list[str]:
+def check_parameters(owned: Ownership, config: FSDP2Config) -> list[str]:
     """Return notices about the parameters of every unit.
 
     Raises:
         PlanError: Parameters that FSDP2 cannot shard, or whose gradients nobody would reduce; all of them.
     """
+    if sharded := [n for params in owned.units.values() for n, p in params.items() if isinstance(p, DTensor)]:
+        raise PlanError(
+            f"model: these parameters are sharded already: {some(sharded)}. Wrap a model once, before anything shards it."
+        )
     problems = [
-        f"parameter {name!r} is shared by {first} and {second}. FSDP2 needs both ends in one unit: "
-        "nest the two modules in one entry of sub_modules_to_wrap, or leave both to the root."
+        f"parameter {name!r} is shared by {first} and {second}. "
+        + (
+            "Ignore both modules or none."
+            if IGNORED in (first, second)
+            else "FSDP2 needs both ends in one unit: nest the two modules in one entry of sub_modules_to_wrap, or leave "
+            "both to the root."
+        )
         for name, first, second in owned.shared
+    ]
+    problems += [
+        f"module {fqn!r} is also {name!r} and so belongs to {first} and to {second}. "
+        f"Add {fqn!r} to {'ignored_modules' if IGNORED in (first, second) else 'sub_modules_to_wrap'}."
+        for name, fqn, first, second in owned.shared_modules
     ]
     trainable = [name for name, param in owned.ignored.items() if param.requires_grad]
     if trainable:
         problems.append(
-            f"{config.where('ignored_modules')}: these parameters are trainable: {_some(trainable)}. Trainable ignored "
+            f"{config.where('ignored_modules')}: these parameters are trainable: {some(trainable)}. Trainable ignored "
             "parameters are not supported yet, since nobody would average their gradients. "
             "Freeze them (requires_grad_(False)) or do not ignore their modules."
         )
@@ -147,33 +168,61 @@ def check_parameters(owned: Ownership, config: FSDP2Config, index: ModelIndex) -
 
 
 def _check_unit(unit: str, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    if sharded := [n for n, p in params.items() if isinstance(p, DTensor)]:
-        yield f"{unit}: {_some(sharded)} is sharded already. Wrap a model only once, before anything shards it."
     if meta := [n for n, p in params.items() if p.is_meta]:
         yield (
-            f"{unit}: {_some(meta)} is on the meta device. Initialising from meta is not supported yet: "
-            "build the model with real values."
+            f"{unit}: these parameters are on the meta device: {some(meta)}. Initialising from meta is not supported "
+            "yet: build the model with real values."
         )
     if scalar := [n for n, p in params.items() if p.dim() == 0]:
         yield (
-            f"{unit}: FSDP2 cannot shard the scalar parameter {_some(scalar)}. Give it the shape (1,), "
+            f"{unit}: FSDP2 cannot shard the scalar parameter {some(scalar)}. Give it the shape (1,), "
             "or freeze it and list its module in ignored_modules."
         )
     if strided := [n for n, p in params.items() if p.dim() and not p.is_meta and not p.is_contiguous()]:
-        yield f"{unit}: FSDP2 cannot shard the non-contiguous parameter {_some(strided)}. Make it contiguous()."
+        yield f"{unit}: FSDP2 cannot shard the non-contiguous parameter {some(strided)}. Make it contiguous()."
     dtypes: dict[str, list[str]] = {}
     for name, param in params.items():
         if param.requires_grad:
             dtypes.setdefault(str(param.dtype).removeprefix("torch."), []).append(name)
     if len(dtypes) > 1:
-        listed = "; ".join(f"{dtype}: {_some(names)}" for dtype, names in sorted(dtypes.items()))
+        listed = "; ".join(f"{dtype}: {some(names)}" for dtype, names in sorted(dtypes.items()))
         yield f"{unit}: trainable parameters of several dtypes in one unit ({listed}). Cast them to one dtype before wrapping."
+
+
+def layout_of(owned: Ownership, index: ModelIndex) -> str:
+    """Return a digest of all parameters and buffers: name, owner, shape, dtype and whether it is trainable.
+
+    Ranks with different layouts would run different collectives: gradients of frozen parameters are not reduced,
+    buffers and ignored parameters are broadcast at start.
+    """
+    parts = [
+        (_owner_name(unit), name, tuple(param.shape), str(param.dtype), param.requires_grad)
+        for unit, params in (*owned.units.items(), (None, owned.ignored))
+        for name, param in params.items()
+    ]
+    buffers = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in index.root.named_buffers()]
+    return hashlib.sha256(json.dumps([parts, buffers]).encode()).hexdigest()[:16]
+
+
+def units_below(outer: Iterable[str], units: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the ``units`` of which a module lies inside one of ``outer`` without being it."""
+    around = set(outer)
+    return [unit for unit in units if any(a in around for fqn in unit if fqn for a in (*_ancestors(fqn), ""))]
 
 
 def _owner_name(owner: tuple[str, ...] | None) -> str:
     if owner is None:
-        return "an ignored module"
+        return IGNORED
     return "the root unit" if owner == ROOT else f"unit [{', '.join(owner)}]"
+
+
+def _enclosing(fqns: Iterable[str], index: ModelIndex) -> dict[str, dict[str, None]]:
+    """Return the first names of the modules around each of ``fqns`` under any of its names, the root left out."""
+    around: dict[str, dict[str, None]] = {fqn: {} for fqn in fqns}
+    for name, fqn in index.first_name.items():
+        if fqn in around:
+            around[fqn].update(dict.fromkeys(index.first_name[outer] for outer in _ancestors(name)))
+    return around
 
 
 def _ancestors(fqn: str) -> Iterator[str]:
@@ -182,6 +231,7 @@ def _ancestors(fqn: str) -> Iterator[str]:
         yield fqn
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Return the first few of ``names`` and how many more there are, for messages."""
     more = len(names) - _NAMED_AT_MOST
     return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

@@ -84,7 +84,9 @@ def _reentrant(
         # Reentrant checkpointing sees tensors only as direct positional arguments and results: a tensor in a keyword,
         # a tuple or a dict would keep its graph and be differentiated twice or not at all.
         leaves, spec = tree_flatten((args, kwargs))
-        _check_gradient_reaches(fqn, module, leaves)
+        if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            _check_frozen(fqn, module)
+            return forward(*args, **kwargs)  # no backward comes here
         kept = [isinstance(leaf, torch.Tensor) and is_kept(leaf) for leaf in leaves]
         draws = _SameDraws(states)
         out_spec: list[TreeSpec] = []
@@ -104,9 +106,7 @@ def _reentrant(
     return checkpointed
 
 
-def _check_gradient_reaches(fqn: str, module: nn.Module, leaves: Sequence[Any]) -> None:
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-        return
+def _check_frozen(fqn: str, module: nn.Module) -> None:
     if any(param.requires_grad for param in module.parameters()):
         raise FSDP2Error(
             f"recompute_modules: {fqn!r} is recomputed reentrantly but none of its inputs requires grad, so its "

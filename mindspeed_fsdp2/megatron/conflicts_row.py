@@ -19,6 +19,7 @@ class Text(NamedTuple):
     zh: str
 
     def in_(self, language: Language) -> str:
+        """Return the sentence in that language."""
         return self.zh if language == "zh" else self.en
 
 
@@ -149,7 +150,7 @@ class Conflict:
         if self.shown is not None:
             return self.shown.in_(language)
         comma, with_, without, or_, missing = {
-            "en": (", ", " with ", ", without ", " or ", "no "),
+            "en": (", ", " with ", ", without ", " or ", "missing "),
             "zh": ("、", " 与 ", "，且没有 ", " 或 ", "缺少 "),
         }[language]
         text = (missing if self.missing else "") + comma.join(flag.documented() for flag in self.flags)

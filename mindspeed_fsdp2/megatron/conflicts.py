@@ -1,0 +1,75 @@
+"""What does not go together with ``--use-torch-fsdp2``: found all at once, before Megatron's own assertions.
+
+One row per conflict, in four tables by theme; a row leaves when its feature arrives (:attr:`Conflict.until`).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Final
+
+from ..config import FSDP2Config
+from ..errors import ConflictError
+from .conflicts_checkpoint import CHECKPOINT
+from .conflicts_notices import NOTICES
+from .conflicts_row import Conflict, Flag, Language, Situation, Text
+from .conflicts_setup import SETUP
+from .conflicts_sharding import SHARDING
+from .conflicts_training import TRAINING
+
+__all__ = [
+    "CONFLICTS",
+    "NOTICES",
+    "Conflict",
+    "Flag",
+    "Situation",
+    "Text",
+    "check_conflicts",
+    "conflicts_table",
+    "find_conflicts",
+    "notices",
+]
+
+CONFLICTS: Final[tuple[Conflict, ...]] = (*SETUP, *SHARDING, *TRAINING, *CHECKPOINT)
+
+
+def find_conflicts(args: Namespace, config: FSDP2Config | None, environ: Mapping[str, str]) -> list[str]:
+    """Return one line per conflict: what was typed, why it cannot work, what to write.
+
+    Args:
+        args: Megatron's arguments as parsed, before its ``validate_args`` changes them.
+        config: The loaded YAML, or None where there is none.
+        environ: The environment variables.
+    """
+    situation = Situation(args, config, environ)
+    return [line for row in CONFLICTS if (line := row.message(situation)) is not None]
+
+
+def check_conflicts(args: Namespace, config: FSDP2Config | None, environ: Mapping[str, str]) -> None:
+    """Refuse arguments that do not go together; see :func:`find_conflicts` for the parameters.
+
+    Raises:
+        ConflictError: With all conflicts, one line each.
+    """
+    lines = find_conflicts(args, config, environ)
+    if lines:
+        raise ConflictError("\n".join(lines))
+
+
+def notices(args: Namespace, config: FSDP2Config | None) -> list[str]:
+    """Return one line per flag that FSDP2 ignores, for a single warning each on rank 0."""
+    situation = Situation(args, config, {})
+    return [line for row in NOTICES if (line := row.message(situation)) is not None]
+
+
+def conflicts_table(language: Language) -> str:
+    """Return all rows as a Markdown table for the README of that language."""
+    error, for_now, warning, head = {
+        "en": ("error", "error, for now", "warning", ("What", "Effect", "Why", "What to write")),
+        "zh": ("报错", "暂时报错", "警告", ("内容", "结果", "原因", "应该怎么写")),
+    }[language]
+    rows = [(row, for_now if row.until else error) for row in CONFLICTS] + [(row, warning) for row in NOTICES]
+    cells = [(row.documented(language), effect, row.why.in_(language), row.write.in_(language)) for row, effect in rows]
+    lines = [" | ".join(text.replace("|", "\\|") for text in line) for line in (head, ("---",) * len(head), *cells)]
+    return "".join(f"| {line} |\n" for line in lines)

@@ -1,0 +1,196 @@
+"""Conflicts with how Megatron and MindSpeed compute: gradients, precision, recompute, memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .conflicts_row import Conflict, Flag, Text
+
+_REMOVE = Text("Remove it.", "去掉它。")
+
+TRAINING: Final[tuple[Conflict, ...]] = (
+    Conflict(
+        "gradient_accumulation_fusion",
+        (Flag("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", off=(True,)),),
+        Text(
+            "the fused kernels add to main_grad buffers, which the parameters of FSDP2 do not have.",
+            "融合算子把梯度累加到 main_grad 缓冲区，而 FSDP2 的参数没有这个缓冲区。",
+        ),
+        Text("Add --no-gradient-accumulation-fusion.", "加上 --no-gradient-accumulation-fusion。"),
+        missing=True,
+    ),
+    Conflict(
+        "weight_gradients_elsewhere",
+        (
+            Flag("--gemm-gradient-accumulation-fusion"),
+            Flag("--delay-wgrad-compute"),
+            Flag("--overlap-dispatch-backward-with-experts-wgrad"),
+            Flag("--defer-embedding-wgrad-compute"),
+        ),
+        Text(
+            "weight gradients would appear in another place, or after FSDP2 has reduced those of the unit.",
+            "权重梯度会写到别处，或在 FSDP2 规约该单元之后才出现。",
+        ),
+        _REMOVE,
+    ),
+    Conflict(
+        "tied_embeddings",
+        (Flag("--untie-embeddings-and-output-weights"),),
+        Text(
+            "Megatron refuses FSDP2 for an output layer that borrows the weight of the embedding.",
+            "输出层借用词嵌入的权重时，Megatron 不允许使用 FSDP2。",
+        ),
+        Text("Add --untie-embeddings-and-output-weights.", "加上 --untie-embeddings-and-output-weights。"),
+        missing=True,
+    ),
+    Conflict(
+        "fp16",
+        (Flag("--fp16"),),
+        Text("Megatron has no fp16 training with FSDP2.", "Megatron 不支持用 FSDP2 做 fp16 训练。"),
+        Text("Write --bf16, or param_dtype: bf16 in the YAML.", "写 --bf16，或在 YAML 中写 param_dtype: bf16。"),
+    ),
+    Conflict(
+        "low_precision_weights",
+        (Flag("--fp8-param-gather"), Flag("--fp4-param-gather"), Flag("--reuse-grad-buf-for-mxfp8-param-ag")),
+        Text(
+            "FSDP2 gathers weights in the dtype of the YAML, and Megatron would switch the flag off or fail.",
+            "FSDP2 按 YAML 的数据类型聚合权重，Megatron 会悄悄关掉该选项或报错。",
+        ),
+        _REMOVE,
+    ),
+    Conflict(
+        "emerging_optimizer",
+        (Flag("--optimizer", off=(None, "adam", "sgd"), shown="≠ adam, sgd"),),
+        Text(
+            "it works on whole weight matrices or on Megatron's layer-wise buffers, and FSDP2 leaves each rank a slice "
+            "of every weight.",
+            "它要用完整的权重矩阵或 Megatron 的逐层缓冲区，而 FSDP2 只给每个进程留下各权重的一片。",
+        ),
+        Text("Write --optimizer adam or --optimizer sgd.", "写 --optimizer adam 或 --optimizer sgd。"),
+    ),
+    Conflict(
+        "qk_clip",
+        (Flag("--qk-clip"),),
+        Text(
+            "it rescales whole attention weights in place, and between steps FSDP2 holds slices of them.",
+            "它原地缩放整块注意力权重，而在两步之间 FSDP2 只保存其分片。",
+        ),
+        _REMOVE,
+    ),
+    Conflict(
+        "per_token_loss",
+        (Flag("--calculate-per-token-loss"),),
+        Text(
+            "dividing the gradients of FSDP2 by the number of tokens is not supported yet; without the division they "
+            "would be too large by that number.",
+            "尚不支持把 FSDP2 的梯度除以 token 数；不除的话梯度会大出这个倍数。",
+        ),
+        _REMOVE,
+        until="per-token loss",
+    ),
+    Conflict(
+        "random_init",
+        (Flag("--data-parallel-random-init"),),
+        Text(
+            "FSDP2 shards what each rank has drawn and broadcasts nothing, so every weight would be pieced together "
+            "from different draws.",
+            "FSDP2 切分各进程自己的随机初值且不做广播，每块权重会由不同的随机结果拼成。",
+        ),
+        _REMOVE,
+    ),
+    Conflict(
+        "meta_device",
+        (Flag("--init-model-with-meta-device"),),
+        Text(
+            "weights on the meta device are not given storage and initial values yet.",
+            "尚不支持为 meta 设备上的权重分配存储并初始化。",
+        ),
+        _REMOVE,
+        until="initialisation on the meta device",
+    ),
+    Conflict(
+        "recompute",
+        (
+            Flag("--recompute-granularity"),
+            Flag("--recompute-method"),
+            Flag("--recompute-num-layers"),
+            Flag("--recompute-activations"),
+            Flag("--recompute-modules"),
+            Flag("--distribute-saved-activations"),
+            Flag("--checkpoint-activations"),
+            Flag("--moe-layer-recompute"),
+            Flag("--recompute-activation-function"),
+            Flag("--recompute-activation-function-num-layers"),
+            Flag("--recompute-norm"),
+            Flag("--recompute-norm-num-layers"),
+            Flag("--recompute-in-advance"),
+            Flag("--recompute-in-bubble"),
+            Flag("--enable-recompute-layers-per-pp-rank"),
+            Flag("--adaptive-recompute-device-swap"),
+            Flag("--adaptive-recompute-device-size", off=(-1, 0), shown="> 0"),
+            Flag("--adaptive-memory-optimization"),
+            Flag("--moe-adaptive-recompute-activation"),
+            Flag("--moe-zero-memory", off=("disable",), shown="≠ disable"),
+        ),
+        Text(
+            "recompute is set in the YAML, where it is put in place before FSDP2 shards; inside the layers it would "
+            "come a second time.",
+            "重计算由 YAML 设置，在 FSDP2 切分之前装好；层内再设一次就会重复。",
+        ),
+        Text(
+            "Remove it and list the modules under recompute_modules, for instance 'decoder.layers.{*}'.",
+            "去掉它，并在 recompute_modules 中列出模块，例如 'decoder.layers.{*}'。",
+        ),
+    ),
+    Conflict(
+        "activation_offload",
+        (
+            Flag("--swap-attention"),
+            Flag("--swap-layer-input"),
+            Flag("--smart-swap"),
+            Flag("--cpu-offloading-num-layers", off=(0,), shown="> 0"),
+            Flag("--fine-grained-activation-offloading"),
+            Flag("--moe-paged-stash"),
+        ),
+        Text(
+            "moving activations to the host from inside the layers is not supported together with FSDP2.",
+            "不支持在使用 FSDP2 的同时从层内把激活值搬到主机内存。",
+        ),
+        Text(
+            "Remove it; recompute_modules in the YAML saves activation memory too.",
+            "去掉它；YAML 的 recompute_modules 也能节省激活内存。",
+        ),
+    ),
+    Conflict(
+        "graphs",
+        (
+            Flag("--cuda-graph-impl", off=("none",), shown="≠ none"),
+            Flag("--enable-cuda-graph"),
+            Flag("--external-cuda-graph"),
+            Flag("--optimizer-cuda-graph"),
+        ),
+        Text(
+            "a captured graph replays fixed addresses, and FSDP2 gives weights and gradients new memory in every step.",
+            "捕获的图按固定地址重放，而 FSDP2 每一步都为权重和梯度分配新的内存。",
+        ),
+        _REMOVE,
+    ),
+    Conflict(
+        "weight_hashes",
+        (Flag("--check-weight-hash-across-dp-replicas-interval"),),
+        Text(
+            "the ranks hold different slices of each weight, so their hashes cannot agree.",
+            "各进程持有每块权重的不同分片，哈希值不可能一致。",
+        ),
+        _REMOVE,
+    ),
+    Conflict(
+        "dumps",
+        (Flag("--save-wgrads-interval"), Flag("--save-params-interval")),
+        Text(
+            "Megatron would write the slices of one rank, and no gradients at all.",
+            "Megatron 只会写出一个进程的分片，梯度则完全写不出。",
+        ),
+        _REMOVE,
+    ),
+)

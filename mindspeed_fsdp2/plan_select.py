@@ -1,0 +1,134 @@
+"""Which modules the lists of a configuration select in one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .config import FSDP2Config
+from .errors import ModulePathError
+from .model_index import ModelIndex
+
+DefaultUnits = Callable[[nn.Module], Sequence[str]]
+
+_UNITS = "sub_modules_to_wrap"
+
+
+@dataclass
+class Selector:
+    """Resolves module paths and notes what is wrong with them.
+
+    Attributes:
+        config: The settings.
+        index: The model.
+        problems: One line for everything wrong so far.
+    """
+
+    config: FSDP2Config
+    index: ModelIndex
+    problems: list[str] = field(default_factory=list)
+
+    def modules(self, key: str, paths: Sequence[str], *, called: bool = False) -> list[str]:
+        """Return the fqns that the list under ``key`` selects, in registration order, each once.
+
+        Args:
+            key: Key of the list.
+            paths: The list.
+            called: Whether each module must be one that is called, which a container such as ModuleList is not.
+        """
+        found: dict[str, None] = {}
+        for i, text in enumerate(paths):
+            where = self.config.where(key, i)
+            selected = self._select(where, text)
+            if called:
+                for fqn in selected:
+                    self._check_called(where, text, fqn)
+            found.update(dict.fromkeys(selected))
+        if len(paths) < 2:
+            return list(found)
+        position = {fqn: n for n, fqn in enumerate(self.index.modules)}
+        return sorted(found, key=position.__getitem__)
+
+    def ignored(self) -> list[str]:
+        """Return the ignored modules."""
+        found = self.modules("ignored_modules", self.config.ignored_modules)
+        if "" in found:
+            where = self.config.where("ignored_modules")
+            self.problems.append(f"{where}: the model itself is selected, so nothing would be left to shard. List parts.")
+        return found
+
+    def units(self, default_units: DefaultUnits | None, ignored: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the units as asked for, the root left out, in the order of the list, each once.
+
+        Args:
+            default_units: Returns the host's units where the list is absent.
+            ignored: Modules that an absent list leaves out with all that is below them.
+        """
+        if self.config.sub_modules_to_wrap is None:
+            return [(fqn,) for fqn in self._default_units(default_units, ignored)]
+        groups: dict[tuple[str, ...], None] = {}
+        owner: dict[str, tuple[str, ...]] = {}
+        for i, entry in enumerate(self.config.sub_modules_to_wrap):
+            selected = self._entry(i, entry)
+            new = [(fqn,) for fqn in selected] if isinstance(entry, str) else [tuple(selected)] if selected else []
+            groups.update(dict.fromkeys(new))
+            for group in new:
+                for fqn in group:
+                    other = owner.setdefault(fqn, group)
+                    if other != group:
+                        self.problems.append(
+                            f"{self.config.where(_UNITS, i)}: {fqn!r} belongs to two units, [{', '.join(other)}] and "
+                            f"[{', '.join(group)}]. List it in one of them."
+                        )
+        return list(groups)
+
+    def _entry(self, i: int, entry: str | tuple[str, ...]) -> list[str]:
+        selected: dict[str, None] = {}
+        for j, text in enumerate((entry,) if isinstance(entry, str) else entry):
+            where = self.config.where(_UNITS, i) if isinstance(entry, str) else self.config.where(_UNITS, i, j)
+            for fqn in self._select(where, text):
+                if fqn == "":
+                    self.problems.append(
+                        f"{where}: {text!r} selects the model itself. Remove it: the root is always a unit."
+                    )
+                    continue
+                self._check_called(where, text, fqn)
+                selected[fqn] = None
+        return list(selected)
+
+    def _select(self, where: str, text: str) -> list[str]:
+        try:
+            return self.index.select(text)
+        except ModulePathError as error:
+            self.problems.append(f"{where}: {error}")
+            return []
+
+    def _check_called(self, where: str, text: str, fqn: str) -> None:
+        module = self.index.modules[fqn]
+        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+            self.problems.append(
+                f"{where}: {text!r} selects {fqn!r}, a {type(module).__name__}, which has no forward of its own. "
+                f"Write '{fqn}.{{*}}' for its members."
+            )
+
+    def _default_units(self, default_units: DefaultUnits | None, ignored: Sequence[str]) -> list[str]:
+        index = self.index
+        if default_units is not None:
+            found = list(default_units(index.root))
+        else:
+            names: set[str] = set()
+            for module in index.modules.values():
+                names.update(getattr(module, "_no_split_modules", None) or ())
+            wanted = {fqn for name in names for fqn in index.classes.get(name, ())}
+            found = [fqn for fqn in index.modules if fqn in wanted and fqn]
+        if not found:
+            repeated = next((fqn for fqn, m in index.modules.items() if isinstance(m, nn.ModuleList) and len(m)), None)
+            example = f"'{repeated}.{{*}}'" if repeated else "the repeated layers"
+            self.problems.append(
+                f"{self.config.where(_UNITS)}: absent, and {type(index.root).__name__} does not say which modules "
+                f"to shard (no _no_split_modules). List the units, e.g. {example}, or [] for the root alone."
+            )
+        below = tuple(f"{fqn}." for fqn in ignored)
+        return [fqn for fqn in found if fqn not in ignored and not f"{fqn}.".startswith(below)]
