@@ -89,6 +89,7 @@ def apply_plan(
     if (replicas := replicate_group(mesh)) is not None:
         _equalise_shards(root, replicas)
     _apply_casts(plan, modules, ignored)
+    root.register_forward_pre_hook(_GatherOnce(), prepend=True)
     root.register_forward_hook(_reshard_after_evaluation)
     handle = Sharded(plan, mesh, group, _start_prefetch(plan, root, modules, group))
     setattr(root, _HANDLE, handle)
@@ -129,13 +130,18 @@ def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequen
     silent = {id(modules[fqn]) for fqn in plan.parameterless}
     casting = [module for module in units if id(module) not in silent]
     apply_input_casts([*casting, *(modules[fqn] for fqn in plan.cast_leaves)], dtype, config.keep_input_dtype)
+    for module in ignored:
+        # Inside a unit an ignored module gets what that unit computed, in the unit's dtype.
+        own = {p.dtype for p in module.parameters() if p.is_floating_point()}
+        if len(own) == 1 and own != {dtype}:
+            apply_input_casts([module], own.pop(), config.keep_input_dtype)
 
 
 def _equalise_whole(
     root: nn.Module, ignored: Sequence[nn.Module], device: torch.device, group: dist.ProcessGroup | None
 ) -> None:
     """Give every rank the first rank's values of what is not sharded: ignored parameters and all buffers."""
-    whole = {id(t): t for module in ignored for t in module.parameters()}
+    whole: dict[int, torch.Tensor] = {id(t): t for module in ignored for t in module.parameters()}
     whole.update({id(t): t for t in root.buffers() if not t.is_meta})
     for tensor in whole.values():
         _broadcast(tensor.detach(), device, group)
@@ -145,23 +151,53 @@ def _equalise_shards(root: nn.Module, replicas: dist.ProcessGroup) -> None:
     """Give every replica the first replica's shards, whatever the ranks' seeds were."""
     for param in root.parameters():
         if isinstance(param, DTensor):
-            local = param.detach().to_local()
+            local = param.to_local().detach()
             _broadcast(local, local.device, replicas)
 
 
 def _broadcast(tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> None:
     if dist.get_world_size(group) == 1 or tensor.numel() == 0:
         return
+    for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape)):
+        if stride == 0 and size > 1:  # an expanded buffer, whose copies are one element in memory
+            tensor = tensor.narrow(dim, 0, 1)
     buffer = tensor.to(device).contiguous()
-    dist.broadcast(buffer, group=group, group_src=0)
+    # As bytes, because no backend takes every dtype a buffer may have.
+    dist.broadcast(buffer.flatten().view(torch.uint8), group=group, group_src=0)
     if buffer is not tensor:
         tensor.copy_(buffer)
 
 
 def _reshard_after_evaluation(module: nn.Module, _args: Any, _output: Any) -> None:
-    # A forward under no_grad leaves the root gathered; an optimizer built then would hold dead tensors.
-    if not torch.is_grad_enabled() and isinstance(module, FSDPModule):
-        module.reshard()
+    # What stays gathered for a backward that never comes (the root; every unit that is not resharded, or to fewer
+    # ranks) would be used with its old values after the next step, and an optimizer built now would hold dead
+    # tensors. A backward in evaluation mode gathers again.
+    if torch.is_grad_enabled() and module.training:
+        return
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+class _GatherOnce:
+    """Makes the gathered parameters exist as normal tensors before a first forward in inference mode.
+
+    FSDP keeps the tensors of the first gather; made in inference mode, they could never be trained on.
+    """
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def __call__(self, module: nn.Module, _args: Any) -> None:
+        if self._done:
+            return
+        self._done = True
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                for unit in module.modules():
+                    if isinstance(unit, FSDPModule):
+                        unit.unshard()
+                        unit.reshard()
 
 
 def _start_prefetch(
@@ -170,7 +206,9 @@ def _start_prefetch(
     config = plan.config
     if not (config.num_to_forward_prefetch or config.num_to_backward_prefetch):
         return None
-    units = [(unit.name, [modules[fqn] for fqn in unit.fqns]) for unit in plan.units if unit.numel or unit.fqns == ("",)]
-    recorder = PrefetchRecorder(root, units, config.num_to_forward_prefetch, config.num_to_backward_prefetch, group)
+    units = {u.name: [modules[fqn] for fqn in u.fqns] for u in plan.units if u.numel or u.fqns == ("",)}
+    recorder = PrefetchRecorder(
+        root, units, config.num_to_forward_prefetch, config.num_to_backward_prefetch, plan.recomputed, group
+    )
     recorder.start()
     return recorder

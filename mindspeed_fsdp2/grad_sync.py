@@ -72,4 +72,4 @@ def _power(local: torch.Tensor, norm_type: float) -> torch.Tensor:
     if local.numel() == 0:  # a rank without a piece of this parameter
         return torch.zeros((), device=local.device)
     norm = torch.linalg.vector_norm(local, norm_type, dtype=torch.promote_types(local.dtype, torch.float32))
-    return norm if math.isinf(norm_type) else norm**norm_type
+    return norm if math.isinf(norm_type) else torch.pow(norm, norm_type)

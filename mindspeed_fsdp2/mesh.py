@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .errors import PlanError
+
 REPLICATE = "dp_replicate"
 SHARD = "dp_shard"
 
@@ -26,8 +28,13 @@ def build_mesh(shard_size: int, process_group: dist.ProcessGroup | None, device_
         Shape ``(ranks,)``, axis ``dp_shard``, when one shard group covers the data-parallel group; otherwise shape
         ``(ranks // shard_size, shard_size)``, axes ``(dp_replicate, dp_shard)``. A shard group of one rank keeps the
         replicate axis, because a lone one-rank mesh would train every rank by itself.
+
+    Raises:
+        PlanError: There is no process group yet.
     """
     group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise PlanError("process_group: torch.distributed is not initialised. Call init_process_group() first.")
     if shard_size == dist.get_world_size(group):
         return DeviceMesh.from_group(group, device_type, mesh_dim_names=(SHARD,))
     # All data-parallel groups go into one mesh: process groups are created by the whole world in one order, so

@@ -180,10 +180,9 @@ def _shard_size(config: FSDP2Config, ranks: int | None, whole_world: bool, probl
     if not isinstance(reshard, bool):
         where = config.where("reshard_after_forward")
         if reshard > size or size % reshard:
-            fits = ["true", *(str(n) for n in range(2, size) if size % n == 0)]
+            fits = ", ".join(["true", *(str(n) for n in range(2, size) if size % n == 0)])
             problems.append(
-                f"{where}: {reshard} does not divide the {size} ranks of a shard group. "
-                f"Use {', '.join(fits)} or false."
+                f"{where}: {reshard} does not divide the {size} ranks of a shard group. Use {fits} or false."
             )
         elif reshard != size and not whole_world:
             problems.append(

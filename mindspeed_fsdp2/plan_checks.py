@@ -72,7 +72,9 @@ def order_units(
             for outer in around[fqn]:
                 enclosing = unit_of.get(outer)
                 if enclosing == group:
-                    raise PlanError(f"{where}: {fqn!r} lies inside {outer!r} of the same unit. List the outer one only.")
+                    raise PlanError(
+                        f"{where}: {fqn!r} lies inside {outer!r} of the same unit. List the outer one only."
+                    )
                 if enclosing is not None:
                     sorter.add(enclosing, group)
     try:
@@ -127,15 +129,16 @@ def check_parameters(owned: Ownership, config: FSDP2Config) -> list[str]:
     """
     if sharded := [n for params in owned.units.values() for n, p in params.items() if isinstance(p, DTensor)]:
         raise PlanError(
-            f"model: these parameters are sharded already: {some(sharded)}. Wrap a model once, before anything shards it."
+            f"model: these parameters are sharded already: {some(sharded)}. "
+            "Wrap a model once, before anything shards it."
         )
     problems = [
         f"parameter {name!r} is shared by {first} and {second}. "
         + (
             "Ignore both modules or none."
             if IGNORED in (first, second)
-            else "FSDP2 needs both ends in one unit: nest the two modules in one entry of sub_modules_to_wrap, or leave "
-            "both to the root."
+            else "FSDP2 needs both ends in one unit: nest the two modules in one entry of sub_modules_to_wrap, or "
+            "leave both to the root."
         )
         for name, first, second in owned.shared
     ]
@@ -161,8 +164,8 @@ def check_parameters(owned: Ownership, config: FSDP2Config) -> list[str]:
     if low and to_dtype(config.param_dtype) in low:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in low))
         notices.append(
-            f"trainable parameters are stored in {names}: the optimizer steps on {names} values and loses small updates "
-            "(at lr 1e-5 no weight moves). Load the model in float32; param_dtype alone sets the compute precision."
+            f"trainable parameters are stored in {names}: the optimizer steps on {names} values and loses small "
+            "updates (at lr 1e-5 no weight moves). Load the model in float32; param_dtype alone sets the compute precision."
         )
     return notices
 
@@ -186,7 +189,10 @@ def _check_unit(unit: str, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
             dtypes.setdefault(str(param.dtype).removeprefix("torch."), []).append(name)
     if len(dtypes) > 1:
         listed = "; ".join(f"{dtype}: {some(names)}" for dtype, names in sorted(dtypes.items()))
-        yield f"{unit}: trainable parameters of several dtypes in one unit ({listed}). Cast them to one dtype before wrapping."
+        yield (
+            f"{unit}: trainable parameters of several dtypes in one unit ({listed}). "
+            "Cast them to one dtype before wrapping."
+        )
 
 
 def layout_of(owned: Ownership, index: ModelIndex) -> str:

@@ -56,7 +56,9 @@ class Selector:
         found = self.modules("ignored_modules", self.config.ignored_modules)
         if "" in found:
             where = self.config.where("ignored_modules")
-            self.problems.append(f"{where}: the model itself is selected, so nothing would be left to shard. List parts.")
+            self.problems.append(
+                f"{where}: the model itself is selected, so nothing would be left to shard. List parts of it."
+            )
         return found
 
     def units(self, default_units: DefaultUnits | None, ignored: Sequence[str]) -> list[tuple[str, ...]]:

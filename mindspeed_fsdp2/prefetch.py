@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
+
+from ._torch_private import apply_to_tensors
 
 logger = logging.getLogger("mindspeed_fsdp2")
 
@@ -24,7 +26,7 @@ class PrefetchOrder:
     Attributes:
         forward: Units in the order in which their forward begins; the root first.
         backward: Units in the order in which backward reaches them: the reverse of the order in which their forward
-            ended. The two differ for nested units.
+            ended. The two differ for nested units; units that backward never reaches (a frozen tower) are left out.
     """
 
     forward: tuple[str, ...]
@@ -40,26 +42,29 @@ class PrefetchRecorder:
 
     Attributes:
         root: The root unit's module.
-        units: ``(name, modules)`` of every unit, the root included.
+        units: Name -> modules of every unit, the root included.
         ahead_forward: Units to gather ahead in forward.
         ahead_backward: Units to gather ahead in backward.
+        recomputed: Names of units from which nothing is gathered ahead in forward.
         group: The data-parallel ranks, which compare their orders.
         order: What was recorded; None until then, and forever if the ranks differ.
     """
 
     root: nn.Module
-    units: Sequence[tuple[str, Sequence[nn.Module]]]
+    units: Mapping[str, Sequence[nn.Module]]
     ahead_forward: int
     ahead_backward: int
+    recomputed: Sequence[str]
     group: dist.ProcessGroup | None
     order: PrefetchOrder | None = None
+    _recording: bool = False
     _begun: list[str] = field(default_factory=list)
     _ended: list[str] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
 
     def start(self) -> None:
         """Register the recording hooks (**in place**)."""
-        for name, modules in self.units:
+        for name, modules in self.units.items():
             for module in modules:
                 self._handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
                 self._handles.append(module.register_forward_hook(partial(self._end, name)))
@@ -68,16 +73,20 @@ class PrefetchRecorder:
         if module is self.root:
             self._begun.clear()
             self._ended.clear()
-        if torch.is_grad_enabled() and name not in self._begun:
+            self._recording = torch.is_grad_enabled() and module.training
+        if self._recording and name not in self._begun:
             self._begun.append(name)
 
-    def _end(self, name: str, module: nn.Module, _args: Any, _output: Any) -> None:
-        if not torch.is_grad_enabled() or not self._begun:
+    def _end(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
+        if not self._recording:
             return
         if name in self._ended:  # a unit that runs twice is needed last by its last run
             self._ended.remove(name)
-        self._ended.append(name)
-        if module is self.root and module.training:
+        # Inside a reentrantly recomputed module gradients are off, yet backward comes.
+        if not torch.is_grad_enabled() or _requires_grad(output):
+            self._ended.append(name)
+        if module is self.root:
+            self._recording = False
             self._finish()
 
     def _finish(self) -> None:
@@ -97,22 +106,33 @@ class PrefetchRecorder:
             )
             return
         self.order = mine
-        modules = dict(self.units)
-        _set(mine.forward, self.ahead_forward, modules, forward=True)
-        _set(mine.backward, self.ahead_backward, modules, forward=False)
+        self._set(mine.forward, self.ahead_forward, forward=True)
+        self._set(mine.backward, self.ahead_backward, forward=False)
+
+    def _set(self, order: Sequence[str], ahead: int, *, forward: bool) -> None:
+        if not ahead:
+            return
+        for position, name in enumerate(order):
+            if forward and name in self.recomputed:
+                continue
+            # All modules of a unit share one state, so the first stands for them.
+            following = [_fsdp(self.units[other][0]) for other in order[position + 1 : position + 1 + ahead]]
+            unit = _fsdp(self.units[name][0])
+            if forward:
+                unit.set_modules_to_forward_prefetch(following)
+            else:
+                unit.set_modules_to_backward_prefetch(following)
 
 
-def _set(order: Sequence[str], ahead: int, units: dict[str, Sequence[nn.Module]], *, forward: bool) -> None:
-    if not ahead:
-        return
-    for position, name in enumerate(order):
-        # All modules of a unit share one state, so the first stands for them.
-        following = [_fsdp(units[other][0]) for other in order[position + 1 : position + 1 + ahead]]
-        unit = _fsdp(units[name][0])
-        if forward:
-            unit.set_modules_to_forward_prefetch(following)
-        else:
-            unit.set_modules_to_backward_prefetch(following)
+def _requires_grad(output: Any) -> bool:
+    found: list[bool] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.requires_grad)
+        return tensor
+
+    apply_to_tensors(note, output)
+    return any(found)
 
 
 def _fsdp(module: nn.Module) -> FSDPModule:

@@ -32,7 +32,7 @@ def apply_recompute(
     """
     for fqn, module in modules:
         run = _reentrant if use_reentrant else _non_reentrant
-        module.forward = run(fqn, module, module.forward, tuple(random_states))  # type: ignore[method-assign]
+        module.forward = run(fqn, module, module.forward, tuple(random_states))
 
 
 class _SameDraws:

@@ -84,6 +84,8 @@ def shard_model(
     """
 
     def build() -> tuple[FSDP2Plan, str]:
+        if dist.get_rank(process_group) < 0:
+            raise PlanError("process_group: this rank is not in it. Pass each rank its own data-parallel group.")
         device = device_type or find_device_type()
         check_device_type(device)
         plan = build_plan(

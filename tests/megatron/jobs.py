@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -147,7 +146,8 @@ class MegatronJobs:
         zygote.stdin.write(json.dumps(job).encode() + b"\n")
         zygote.stdin.flush()
         reply = self._read()
-        result = JobResult([_load(folder, rank, code) for rank, code in enumerate(reply["exitcodes"])], folder, reply["seconds"])
+        ranks = [_load(folder, rank, code) for rank, code in enumerate(reply["exitcodes"])]
+        result = JobResult(ranks, folder, reply["seconds"])
         if check and any(reply["exitcodes"]):
             late = f"no end after {timeout:.0f} s\n" if reply["timed_out"] else ""
             raise JobFailure(late + result.describe())
@@ -192,7 +192,7 @@ def _with_root() -> str:
 
 
 def _load(folder: Path, rank: int, exitcode: int) -> RankResult:
-    record = folder / f"rank{rank}.pickle"
-    fields = pickle.loads(record.read_bytes()) if record.exists() else {}
+    record = folder / f"rank{rank}.pt"
+    fields = torch.load(record, weights_only=False) if record.exists() else {}
     texts = {name: (folder / f"rank{rank}.{name}").read_text(errors="replace") for name in ("stdout", "stderr")}
     return RankResult(rank=rank, exitcode=exitcode, **fields, **texts)

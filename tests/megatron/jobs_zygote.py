@@ -7,8 +7,8 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
-import pickle
 import runpy
 import signal
 import sys
@@ -49,6 +49,7 @@ def main() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     _remember_docstrings()
+    _share_results_by_fork()
     gc.collect()
     gc.freeze()
     _answer(answers, {"ready": True})
@@ -66,10 +67,18 @@ def _remember_docstrings() -> None:
 
     factory = getattr(argument_utils, "ArgumentGroupFactory", None)
     if factory is not None:
-        factory._get_field_docstrings = functools.lru_cache(None)(factory._get_field_docstrings)
+        factory._get_field_docstrings = functools.cache(factory._get_field_docstrings)
         argv, sys.argv = sys.argv, sys.argv[:1]
         arguments.parse_args(ignore_unknown_args=True)
         sys.argv = argv
+
+
+def _share_results_by_fork() -> None:
+    """Let a checkpoint writer's queue server be forked: spawned, it would import the script and with it Megatron."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    fork = multiprocessing.get_context("fork")
+    filesystem_async.get_write_results_queue = functools.cache(lambda mp_mode="spawn": fork.Manager().Queue())
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +157,8 @@ def _rank(job: dict[str, Any], rank: int) -> int:
     try:
         return _script(job, record)
     finally:
-        (folder / f"rank{rank}.pickle").write_bytes(pickle.dumps(record))
+        # Not pickle: Megatron replaces how tensors are unpickled by a function of its own.
+        torch.save(record, folder / f"rank{rank}.pt")
 
 
 def _script(job: dict[str, Any], record: dict[str, Any]) -> int:

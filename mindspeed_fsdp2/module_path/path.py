@@ -11,11 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from .errors import ModulePathError
+from ..errors import ModulePathError
 from .index_group import IndexGroup, format_spans, index_spans, is_index
-from .module_tree import ModuleTree, nearest
-
-__all__ = ["IndexGroup", "ModulePath", "ModuleTree", "nearest"]
+from .tree import ModuleTree, nearest
 
 _GROUP = re.compile(r"\{([^{}<>]*)\}|<([^{}<>]*)>")
 _SUGGESTIONS = 3

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ..config import FSDP2Config
+from ...config import FSDP2Config
 
 Language = Literal["en", "zh"]
 

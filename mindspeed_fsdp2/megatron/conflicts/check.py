@@ -9,27 +9,14 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Final
 
-from ..config import FSDP2Config
-from ..errors import ConflictError
-from .conflicts_checkpoint import CHECKPOINT
-from .conflicts_notices import NOTICES
-from .conflicts_row import Conflict, Flag, Language, Situation, Text
-from .conflicts_setup import SETUP
-from .conflicts_sharding import SHARDING
-from .conflicts_training import TRAINING
-
-__all__ = [
-    "CONFLICTS",
-    "NOTICES",
-    "Conflict",
-    "Flag",
-    "Situation",
-    "Text",
-    "check_conflicts",
-    "conflicts_table",
-    "find_conflicts",
-    "notices",
-]
+from ...config import FSDP2Config
+from ...errors import ConflictError
+from .checkpoint import CHECKPOINT
+from .notices import NOTICES
+from .row import Conflict, Language, Situation
+from .setup import SETUP
+from .sharding import SHARDING
+from .training import TRAINING
 
 CONFLICTS: Final[tuple[Conflict, ...]] = (*SETUP, *SHARDING, *TRAINING, *CHECKPOINT)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .config_source import write_yaml
+from .source import write_yaml
 
 _Fields = Mapping[str, object]
 _Settings = dict[str, object]

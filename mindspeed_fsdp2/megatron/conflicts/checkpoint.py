@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from .arguments import DOWNCAST_FLAG
-from .conflicts_row import Conflict, Flag, Situation, Text
+from ..arguments import DOWNCAST_FLAG
+from .row import Conflict, Flag, Situation, Text
 
 _LOADING = "loading checkpoints"
 _SAVE = Flag("--save")

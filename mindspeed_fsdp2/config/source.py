@@ -9,9 +9,9 @@ from pathlib import Path
 
 import yaml
 
-from .config_syntax import explain_syntax
-from .errors import ConfigError
-from .module_path import nearest
+from ..errors import ConfigError
+from ..module_path import nearest
+from .syntax import explain_syntax
 
 Location = tuple[str | int, ...]
 

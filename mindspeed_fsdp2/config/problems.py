@@ -7,10 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .config_foreign import own_key
-from .config_source import Location, Problem
-from .config_values import describe
-from .module_path import nearest
+from ..module_path import nearest
+from .foreign import own_key
+from .source import Location, Problem
+from .values import describe
 
 _LISTS = ("sub_modules_to_wrap", "ignored_modules", "recompute_modules", "keep_input_dtype", "moe_modules", "overrides")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from .module_path import nearest
+from ..module_path import nearest
 
 _DTYPES = {
     "bf16": "bf16",

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pydantic import ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from .config_source import Location
-from .config_values import describe
-from .errors import ModulePathError
-from .module_path import ModulePath
+from ..errors import ModulePathError
+from ..module_path import ModulePath
+from .source import Location
+from .values import describe
 
 _BETWEEN_PATHS = re.compile(r"[,\n](?![^{<]*[}>])")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .conflicts_row import Conflict, Flag, Text
+from .row import Conflict, Flag, Text
 
 _REMOVE = Text("Remove it.", "去掉它。")
 

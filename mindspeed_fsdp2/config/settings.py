@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
 
-from .config_foreign import recognise
-from .config_lists import check_argument_names, check_overrides, check_paths, check_some_paths, check_units
-from .config_problems import problems_of, problems_of_keys, take_out_empty
-from .config_source import Origin, Problem, read_yaml, report, write_yaml
-from .config_values import at_least, check_bool, check_dtype, check_reshard, check_sharding_size, describe, or_none
-from .errors import ConfigError
+from ..errors import ConfigError
+from .foreign import recognise
+from .lists import check_argument_names, check_overrides, check_paths, check_some_paths, check_units
+from .problems import problems_of, problems_of_keys, take_out_empty
+from .source import Origin, Problem, read_yaml, report, write_yaml
+from .values import at_least, check_bool, check_dtype, check_reshard, check_sharding_size, describe, or_none
 
 Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | FSDP2Config"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from .arguments import CONFIG_FLAG, DOWNCAST_FLAG, DUAL_BACKENDS
-from .conflicts_row import Conflict, Flag, Situation, Text
+from ..arguments import CONFIG_FLAG, DOWNCAST_FLAG, DUAL_BACKENDS
+from .row import Conflict, Flag, Situation, Text
 
 
 def _no_config(situation: Situation) -> str | None:

@@ -1,0 +1,19 @@
+"""What does not go together with ``--use-torch-fsdp2``, as a table with one row per conflict."""
+
+from __future__ import annotations
+
+from .check import CONFLICTS, NOTICES, check_conflicts, conflicts_table, find_conflicts, notices
+from .row import Conflict, Flag, Situation, Text
+
+__all__ = [
+    "CONFLICTS",
+    "NOTICES",
+    "Conflict",
+    "Flag",
+    "Situation",
+    "Text",
+    "check_conflicts",
+    "conflicts_table",
+    "find_conflicts",
+    "notices",
+]
