@@ -4,7 +4,7 @@
 
 Every UTF-8 byte is a token, token 256 ends a document. Without ``--text`` the documents are the help topics that every
 Python carries (``pydoc_data.topics``, half a megabyte of English); with it they are the file's parts between form feeds
-(``\\f``), or where there is none its paragraphs. The last 10 % are held out, cut at the document border nearest to that.
+(``\\f``), or where there is none its paragraphs. The last 10 % are held out, cut at the nearest document border.
 
 What it prints tells how good a trained model is. A model that knows only how often each byte occurs, or each pair of
 bytes, reaches on the held-out part the *cross-entropy* of counts made on the training part (in nats per token, end

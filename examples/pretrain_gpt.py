@@ -110,9 +110,7 @@ def token_loss(loss_mask, losses):
 def forward_step(data_iterator, model):
     """Run the model on the next micro-batch."""
     batch = next_batch(data_iterator)
-    losses = model(
-        batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"]
-    )
+    losses = model(batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"])
     return losses, partial(token_loss, batch["loss_mask"])
 
 

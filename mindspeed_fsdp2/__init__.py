@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .accumulation import accumulate
     from .config import FSDP2Config, load_config
     from .errors import (
         CheckpointError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "accumulate": "accumulation",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "ConflictError": "errors",
@@ -51,6 +53,7 @@ __all__ = [
     "ModulePathError",
     "PatchError",
     "PlanError",
+    "accumulate",
     "build_plan",
     "clip_grad_norm_",
     "load_config",

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from .apply import Sharded, sharded
 from .errors import PlanError
@@ -46,7 +45,7 @@ def _hold(handle: Sharded) -> None:
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
         # Gathered once and kept: gathering again would cost what this setting is there to save.
-        root.set_reshard_after_forward(False)
+        _reshard_after_forward(handle, False)
     else:
         root.set_requires_all_reduce(False)
     if handle.whole is not None:
@@ -60,10 +59,12 @@ def _release(handle: Sharded) -> None:
     root.set_requires_all_reduce(True)
     root.set_reshard_after_backward(True)
     if handle.plan.config.reduce_grads == "last_microbatch":
-        for unit in handle.units:
-            unit.set_reshard_after_forward(handle.reshard_after_forward, recurse=False)
+        _reshard_after_forward(handle, True)
     if handle.whole is not None:
         handle.whole.enabled = True
 
 
-__all__ = ["FSDPModule", "accumulate"]
+def _reshard_after_forward(handle: Sharded, value: bool) -> None:
+    # Only where true was asked for: torch cannot set a number of ranks again, and false needs no change.
+    for unit in handle.resharding:
+        unit.set_reshard_after_forward(value, recurse=False)

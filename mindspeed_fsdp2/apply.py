@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from .mesh import replicate_group
 from .model_index import below_wrappers
 from .param_attrs import kept_param_attrs
 from .plan import FSDP2Plan
-from .policies import build_precision, to_dtype
+from .policies import build_offload, build_precision, to_dtype
 from .prefetch import PrefetchRecorder
 from .recompute import apply_recompute
 from .rng import RandomState
+from .whole_grads import WholeGradients
 
 _HANDLE = "_mindspeed_fsdp2"
 
@@ -34,15 +35,21 @@ class Sharded:
 
     Attributes:
         plan: The plan that was applied.
+        root: The root unit.
         mesh: The mesh it was applied on.
         group: The data-parallel group, None for all ranks.
         prefetch: The order recorder, None when no prefetch was asked for.
+        resharding: Units that are resharded in full after their forward; the root is not among them.
+        whole: Reducer of the whole trainable parameters' gradients, None when there are none.
     """
 
     plan: FSDP2Plan
+    root: FSDPModule
     mesh: DeviceMesh
     group: dist.ProcessGroup | None
     prefetch: PrefetchRecorder | None
+    resharding: tuple[FSDPModule, ...]
+    whole: WholeGradients | None
 
 
 def sharded(model: nn.Module) -> Sharded | None:
@@ -91,33 +98,64 @@ def apply_plan(
     _apply_casts(plan, modules, ignored)
     root.register_forward_pre_hook(_GatherOnce(), prepend=True)
     root.register_forward_hook(_reshard_after_evaluation)
-    handle = Sharded(plan, mesh, group, _start_prefetch(plan, root, modules, group))
+    whole = {name: param for name, param in root.named_parameters() if name in set(plan.whole_trainable)}
+    handle = Sharded(
+        plan,
+        _as_unit(root),
+        mesh,
+        group,
+        _start_prefetch(plan, root, modules, group),
+        tuple(_as_unit(modules[unit.fqns[0]]) for unit in plan.units if unit.fqns != ("",) and unit.reshard is True),
+        WholeGradients(root, whole, group, to_dtype(config.reduce_dtype)) if whole else None,
+    )
     setattr(root, _HANDLE, handle)
     return handle
+
+
+def _as_unit(module: nn.Module) -> FSDPModule:
+    if not isinstance(module, FSDPModule):
+        raise PlanError(f"model: {type(module).__name__} did not become an FSDP unit.")
+    return module
 
 
 def _shard_units(
     plan: FSDP2Plan, modules: dict[str, nn.Module], mesh: DeviceMesh, ignored_params: set[nn.Parameter]
 ) -> None:
-    config = plan.config
-    param_dtype, reduce_dtype = to_dtype(config.param_dtype), to_dtype(config.reduce_dtype)
     for unit in plan.units:
-        is_root = unit.fqns == ("",)
         members = [modules[fqn] for fqn in unit.fqns]
         options: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": build_precision(
-                param_dtype, reduce_dtype, to_dtype(config.output_dtype) if is_root else None, unit.stored_dtype
-            ),
+            "mp_policy": build_precision(unit.param_dtype, unit.reduce_dtype, unit.output_dtype, unit.stored_dtype),
+            "offload_policy": build_offload(unit.offload, plan.config.pin_memory, mesh.device_type),
             "ignored_params": ignored_params,
         }
-        if not is_root:  # left to torch, the root stays gathered from its forward to its backward
-            options["reshard_after_forward"] = config.reshard_after_forward
+        if unit.stored_dtype is not None:
+            _store_in(unit.stored_dtype, members, ignored_params)
+        if unit.fqns != ("",):  # left to torch, the root stays gathered from its forward to its backward
+            options["reshard_after_forward"] = unit.reshard
         fully_shard(members if len(members) > 1 else members[0], **options)
+
+
+def _store_in(dtype: torch.dtype, members: Sequence[nn.Module], ignored_params: set[nn.Parameter]) -> None:
+    """Bring the trainable parameters that the next ``fully_shard`` takes to ``dtype`` (**in place**).
+
+    Right before it, unit by unit, so that never more than one unit exists in both precisions.
+    """
+    for module in members:
+        for param in module.parameters():
+            if param.requires_grad and not isinstance(param, DTensor) and param not in ignored_params:
+                param.data = param.data.to(dtype)
 
 
 def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequence[nn.Module]) -> None:
     config = plan.config
+    silent = set(plan.parameterless)
+    for unit in plan.units:
+        if unit.param_dtype is not None and unit.cast_inputs and (unit.fqns != ("",) or plan.root_casts_inputs):
+            members = [modules[fqn] for fqn in unit.fqns if fqn not in silent]
+            apply_input_casts(members, unit.param_dtype, config.keep_input_dtype)
+    if any(unit.param_dtype is not None and unit.cast_inputs for unit in plan.units):
+        apply_exact_outputs(modules[fqn] for fqn in plan.parameterless)
     dtype = to_dtype(config.param_dtype)
     if dtype is None:
         return
@@ -125,16 +163,19 @@ def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequen
         apply_output_casts(ignored, dtype)
     if not config.cast_forward_inputs:
         return
-    apply_exact_outputs(modules[fqn] for fqn in plan.parameterless)
-    units = [modules[fqn] for unit in plan.units for fqn in unit.fqns if fqn or plan.root_casts_inputs]
-    silent = {id(modules[fqn]) for fqn in plan.parameterless}
-    casting = [module for module in units if id(module) not in silent]
-    apply_input_casts([*casting, *(modules[fqn] for fqn in plan.cast_leaves)], dtype, config.keep_input_dtype)
+    apply_input_casts([modules[fqn] for fqn in plan.cast_leaves], dtype, config.keep_input_dtype)
     for module in ignored:
         # Inside a unit an ignored module gets what that unit computed, in the unit's dtype.
         own = {p.dtype for p in module.parameters() if p.is_floating_point()}
         if len(own) == 1 and own != {dtype}:
             apply_input_casts([module], own.pop(), config.keep_input_dtype)
+
+
+def broadcast_whole(tensors: Iterable[torch.Tensor], device_type: str, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of ``group`` the first rank's values of ``tensors`` (**in place**, **collective**)."""
+    device = current_device(device_type)
+    for tensor in tensors:
+        _broadcast(tensor.detach(), device, group)
 
 
 def _equalise_whole(
@@ -143,8 +184,7 @@ def _equalise_whole(
     """Give every rank the first rank's values of what is not sharded: ignored parameters and all buffers."""
     whole: dict[int, torch.Tensor] = {id(t): t for module in ignored for t in module.parameters()}
     whole.update({id(t): t for t in root.buffers() if not t.is_meta})
-    for tensor in whole.values():
-        _broadcast(tensor.detach(), device, group)
+    broadcast_whole(whole.values(), device.type, group)
 
 
 def _equalise_shards(root: nn.Module, replicas: dist.ProcessGroup) -> None:

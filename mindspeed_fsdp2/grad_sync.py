@@ -17,35 +17,45 @@ from .mesh import shard_group
 def grad_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients as if they were one vector (**collective** over every shard group).
 
-    A DTensor's squares are summed over its shard group only: replicas hold equal gradients, so the replicate axis
-    must not count. Plain gradients are equal on every rank and count once.
-
     Args:
         grads: DTensors of shape ``(dp_shard,)`` or ``(dp_replicate, dp_shard)`` meshes, and plain tensors.
         norm_type: ``p`` of the p-norm, ``inf`` included.
 
     Returns:
-        Scalar on the gradients' device, float32 (float64 if a gradient is); 0 without gradients.
+        Scalar float32 tensor; 0 without gradients.
+    """
+    total = power_sum(grads, norm_type)
+    return total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+
+
+def power_sum(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the sum of ``|x| ** norm_type`` over all elements, or their maximum for ``inf`` (**collective**).
+
+    A DTensor's elements are summed over its shard group only: replicas hold equal values, so the replicate axis
+    must not count. Plain tensors are equal on every rank and count once.
+
+    Args:
+        tensors: DTensors of shape ``(dp_shard,)`` or ``(dp_replicate, dp_shard)`` meshes, and plain tensors.
+        norm_type: ``p`` of the p-norm, ``inf`` included.
+
+    Returns:
+        Scalar float32 tensor; 0 without tensors.
     """
     by_group: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
-    for grad in grads:
-        group = shard_group(grad.device_mesh) if isinstance(grad, DTensor) else None
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
+    for tensor in tensors:
+        group = shard_group(tensor.device_mesh) if isinstance(tensor, DTensor) else None
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         by_group.setdefault(group, []).append(local)
     infinite = math.isinf(norm_type)
-    dtype = torch.float32
-    for local in chain.from_iterable(by_group.values()):
-        dtype = torch.promote_types(dtype, local.dtype)
     total: torch.Tensor | None = None
     for group, locals_ in by_group.items():
-        part = torch.stack([_power(local, norm_type).to(dtype) for local in locals_])
+        # Per-unit offload leaves some shards on the host: add up where the first one lies.
+        part = torch.stack([_power(local, norm_type).to(locals_[0].device) for local in locals_])
         part = part.max() if infinite else part.sum()
         if group is not None:
             dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        total = part if total is None else torch.maximum(total, part) if infinite else total + part
-    if total is None:
-        return torch.zeros(())
-    return total if infinite else total ** (1.0 / norm_type)
+        total = part if total is None else torch.maximum(total, part) if infinite else total + part.to(total.device)
+    return torch.zeros(()) if total is None else total
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

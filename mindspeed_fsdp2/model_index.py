@@ -47,8 +47,7 @@ class ModelIndex:
 
     def _explain(self, text: str, error: ModulePathError) -> ModulePathError:
         owner, _, leaf = text.rpartition(".")
-        module = self.modules.get(self.first_name.get(owner, owner))
-        if module is not None and leaf in dict(module.named_parameters(recurse=False)):
+        if any(leaf in self.modules[fqn]._parameters for fqn in self._owners(owner)):
             where = f"Write its module {owner!r}." if owner else "It belongs to the root, which is always a unit."
             return ModulePathError(f"{text!r} is a parameter, not a module. {where}")
         wrapped = text.removeprefix("module.")
@@ -58,6 +57,12 @@ class ModelIndex:
         if close:
             return ModulePathError(f"{error} Classes with a similar name: {', '.join(close)}.")
         return error
+
+    def _owners(self, text: str) -> list[str]:
+        try:
+            return self.select(text) if text else [""]
+        except ModulePathError:
+            return []
 
 
 def build_index(model: nn.Module) -> ModelIndex:
@@ -70,18 +75,22 @@ def build_index(model: nn.Module) -> ModelIndex:
     modules: dict[str, nn.Module] = {}
     first_name: dict[str, str] = {}
     first_of: dict[int, str] = {}
-    classes: dict[str, list[str]] = {}
+    of_class: dict[type[nn.Module], list[str]] = {}
     try:
         for fqn, module in root.named_modules(remove_duplicate=False):
             first = first_of.setdefault(id(module), fqn)
             first_name[fqn] = first
             if first == fqn:
                 modules[fqn] = module
-                kind = type(module)
-                classes.setdefault(kind.__name__, []).append(fqn)
-                classes.setdefault(f"{kind.__module__}.{kind.__qualname__}", []).append(fqn)
+                of_class.setdefault(type(module), []).append(fqn)
     except RecursionError:
         raise PlanError("model: a module contains itself. FSDP2 needs a module tree without cycles.") from None
+    classes: dict[str, list[str]] = {}
+    position = {fqn: n for n, fqn in enumerate(modules)}
+    for kind, fqns in of_class.items():
+        for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
+            others = classes.get(name)
+            classes[name] = sorted([*others, *fqns], key=position.__getitem__) if others else fqns
     return ModelIndex(root, modules, first_name, ModuleTree(first_name), classes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from .errors import ConfigError, PlanError
 from .model_index import build_index
 from .plan_checks import assign_parameters, check_parameters, layout_of, order_units, some, units_below
 from .plan_select import DefaultUnits, Selector
+from .plan_ties import Tie, find_ties, merge_ties
 from .policies import to_dtype
 
 
@@ -28,12 +29,24 @@ class Unit:
         kind: Class name of the first module.
         numel: Elements of the parameters it owns, those of nested units and ignored modules excluded.
         stored_dtype: dtype of its trainable shards, None if it has none.
+        param_dtype: dtype of gather and compute, None for the stored one.
+        reduce_dtype: dtype of gradient reduction, None for the compute dtype.
+        output_dtype: dtype of its floating outputs, None leaves them; the root's, unless overridden.
+        cast_inputs: Whether its floating inputs are cast to ``param_dtype``.
+        reshard: What becomes of gathered parameters after forward; the root leaves that to torch.
+        offload: Whether its shards, their gradients and optimizer state live in host memory.
     """
 
     fqns: tuple[str, ...]
     kind: str
     numel: int
     stored_dtype: torch.dtype | None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_inputs: bool = True
+    reshard: bool | int = True
+    offload: bool = False
 
     @property
     def name(self) -> str:
@@ -50,6 +63,7 @@ class FSDP2Plan:
         units: In the order of application: nested units before the units around them, the root last.
         ignored: Modules whose parameters stay whole.
         recompute: Modules whose activations are recomputed.
+        whole_trainable: Trainable parameters that stay whole; their gradients are averaged over all ranks.
         parameterless: Modules without parameters of their own or below, whose outputs keep their dtype.
         root_casts_inputs: False when ignored modules compute in another precision on the caller's own values.
         cast_leaves: Modules with parameters in the root unit that cast their own inputs when the root does not.
@@ -65,6 +79,7 @@ class FSDP2Plan:
     units: tuple[Unit, ...]
     ignored: tuple[str, ...]
     recompute: tuple[str, ...]
+    whole_trainable: tuple[str, ...]
     parameterless: tuple[str, ...]
     root_casts_inputs: bool
     cast_leaves: tuple[str, ...]
@@ -98,6 +113,8 @@ def build_plan(
     default_units: DefaultUnits | None = None,
     data_parallel_size: int | None = None,
     whole_world: bool = True,
+    stored_dtype: torch.dtype | None = None,
+    host_ties: Callable[[nn.Module], Sequence[Tie]] | None = None,
 ) -> FSDP2Plan:
     """Return the plan for ``model``; nothing is changed and no process group is needed.
 
@@ -109,6 +126,9 @@ def build_plan(
         data_parallel_size: Ranks in the data-parallel group, context parallelism included; None leaves the keys
             that depend on it unchecked.
         whole_world: Whether that group holds all ranks of the job.
+        stored_dtype: dtype that trainable shards are stored in, None for each unit's own.
+        host_ties: Called like ``default_units``; returns pairs of modules that use one weight although only one of
+            them holds it.
 
     Raises:
         ConfigError: A key cannot hold for this model or number of ranks, or is not supported yet.
@@ -126,11 +146,17 @@ def build_plan(
     recompute = selector.modules("recompute_modules", config.recompute_modules, called=True)
     selector.modules("moe_modules", config.moe_modules)
     groups = selector.units(default_units, ignored)
+    overrides = selector.overrides()
     if problems:  # what follows reads the selections
+        raise ConfigError("\n".join(_in_file_order(problems)))
+    ties = [*find_ties(index), *(host_ties(index.root) if host_ties is not None else ())]
+    groups, tie_notices = merge_ties(groups, ties, ignored)
+    settings = selector.settings(groups, overrides)
+    if problems:
         raise ConfigError("\n".join(_in_file_order(problems)))
     ordered = order_units(groups, ignored, index, config.where("sub_modules_to_wrap"))
     owned = assign_parameters(ordered, ignored, index)
-    notices = [*config.notices, *check_parameters(owned, config)]
+    notices = [*config.notices, *tie_notices, *check_parameters(owned, config, stored_dtype)]
     recomputed = [" + ".join(unit) for unit in units_below(recompute, ordered)]
     if recomputed and config.num_to_forward_prefetch:
         notices.append(
@@ -142,7 +168,8 @@ def build_plan(
             fqns,
             type(index.modules[fqns[0]]).__name__,
             sum(p.numel() for p in params.values()),
-            next((p.dtype for p in params.values() if p.requires_grad), None),
+            next((stored_dtype or p.dtype for p in params.values() if p.requires_grad), None),
+            **settings[fqns],
         )
         for fqns, params in owned.units.items()
     )
@@ -154,11 +181,12 @@ def build_plan(
         units=units,
         ignored=tuple(ignored),
         recompute=tuple(recompute),
+        whole_trainable=tuple(name for name, param in owned.ignored.items() if param.requires_grad),
         parameterless=tuple(owned.parameterless),
         root_casts_inputs=root_casts,
         cast_leaves=() if root_casts else tuple(owned.root_leaves),
         recomputed=tuple(recomputed),
-        layout=layout_of(owned, index),
+        layout=layout_of(owned),
         shard_size=shard_size,
         data_parallel_size=data_parallel_size,
         notices=tuple(notices),

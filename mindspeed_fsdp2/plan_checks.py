@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +29,7 @@ class Ownership:
     Attributes:
         units: Unit -> its parameters, in the order of application, the root last.
         ignored: Parameters below ignored modules.
+        buffers: All buffers.
         parameterless: Modules without any parameter at or below them.
         root_leaves: Modules, other than the root and units, that hold parameters of the root unit directly.
         shared: ``(parameter, first owner, second owner)`` wherever two owners hold the same parameter.
@@ -37,6 +39,7 @@ class Ownership:
 
     units: dict[tuple[str, ...], dict[str, nn.Parameter]]
     ignored: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     parameterless: list[str] = field(default_factory=list)
     root_leaves: list[str] = field(default_factory=list)
     shared: list[tuple[str, str, str]] = field(default_factory=list)
@@ -46,7 +49,7 @@ class Ownership:
 def order_units(
     groups: Sequence[tuple[str, ...]], ignored: Sequence[str], index: ModelIndex, where: str
 ) -> list[tuple[str, ...]]:
-    """Return the units bottom-up, the root last.
+    """Return the units in the reverse of registration order as far as nesting allows; the root last.
 
     Raises:
         PlanError: A unit lies inside an ignored module, or two units of several modules enclose each other.
@@ -63,10 +66,10 @@ def order_units(
     if problems:
         raise PlanError("\n".join(problems))
     position = {fqn: n for n, fqn in enumerate(index.modules)}
-    # Registration order puts parents first, so its reverse puts nested units first; ties of several modules need
-    # the sort, since a member can lie inside another unit that was registered later.
+    # Registration order puts parents first, so its reverse puts nested units first; units of several modules and
+    # shared modules need the sort, since they can lie inside another unit that was registered later.
     sorter: TopologicalSorter[tuple[str, ...]] = TopologicalSorter()
-    for group in sorted(groups, key=lambda g: position[g[0]], reverse=True):
+    for group in groups:
         sorter.add(group)
         for fqn in group:
             for outer in around[fqn]:
@@ -78,10 +81,18 @@ def order_units(
                 if enclosing is not None:
                     sorter.add(enclosing, group)
     try:
-        return [*sorter.static_order(), ROOT]
+        sorter.prepare()
     except CycleError as error:
         names = " and ".join(f"[{', '.join(g)}]" for g in dict.fromkeys(error.args[1]))
         raise PlanError(f"{where}: the units {names} enclose each other. Split one of them.") from None
+    ordered: list[tuple[str, ...]] = []
+    ready: list[tuple[int, tuple[str, ...]]] = []
+    while sorter.is_active():
+        for group in sorter.get_ready():
+            heapq.heappush(ready, (-min(position[fqn] for fqn in group), group))
+        ordered.append(heapq.heappop(ready)[1])
+        sorter.done(ordered[-1])
+    return [*ordered, ROOT]
 
 
 def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], index: ModelIndex) -> Ownership:
@@ -94,23 +105,28 @@ def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], 
     seen: dict[int, tuple[str, ...] | None] = {}
     # Every name counts: FSDP reaches a shared module from each of its parents, whichever name came first.
     for name, fqn in index.first_name.items():
-        below_ignored = bool(name) and inherited[name.rpartition(".")[0]] is None
-        owner = None if fqn in skip or below_ignored else unit_of.get(fqn) or inherited[name.rpartition(".")[0]]
+        around = inherited[name.rpartition(".")[0]] if name else ROOT
+        owner = None if around is None or fqn in skip else unit_of.get(fqn, around)
         inherited[name] = owner
-        params = {leaf: p for leaf, p in index.modules[fqn]._parameters.items() if p is not None}
-        if not params:
+        module = index.modules[fqn]
+        if name == fqn and module._buffers:
+            owned.buffers.update((f"{fqn}.{leaf}", b) for leaf, b in module._buffers.items() if b is not None)
+        params = module._parameters
+        if not params or all(param is None for param in params.values()):
             continue
-        for outer in (name, *_ancestors(name)):
-            if outer in holds:
-                break
+        outer = name
+        while outer not in holds:
             holds.add(outer)
+            outer = outer.rpartition(".")[0]
         if name != fqn:
             if owner != inherited[fqn]:
                 owned.shared_modules.append((name, fqn, _owner_name(inherited[fqn]), _owner_name(owner)))
             continue
-        if owner == ROOT and fqn:
+        if fqn and owner == ROOT:
             owned.root_leaves.append(fqn)
         for leaf, param in params.items():
+            if param is None:
+                continue
             full = f"{fqn}.{leaf}" if fqn else leaf
             if id(param) not in seen:
                 seen[id(param)] = owner
@@ -121,11 +137,11 @@ def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], 
     return owned
 
 
-def check_parameters(owned: Ownership, config: FSDP2Config) -> list[str]:
+def check_parameters(owned: Ownership, config: FSDP2Config, stored_dtype: torch.dtype | None) -> list[str]:
     """Return notices about the parameters of every unit.
 
     Raises:
-        PlanError: Parameters that FSDP2 cannot shard, or whose gradients nobody would reduce; all of them.
+        PlanError: Parameters that FSDP2 cannot shard; all of them.
     """
     if sharded := [n for params in owned.units.values() for n, p in params.items() if isinstance(p, DTensor)]:
         raise PlanError(
@@ -147,25 +163,24 @@ def check_parameters(owned: Ownership, config: FSDP2Config) -> list[str]:
         f"Add {fqn!r} to {'ignored_modules' if IGNORED in (first, second) else 'sub_modules_to_wrap'}."
         for name, fqn, first, second in owned.shared_modules
     ]
-    trainable = [name for name, param in owned.ignored.items() if param.requires_grad]
-    if trainable:
-        problems.append(
-            f"{config.where('ignored_modules')}: these parameters are trainable: {some(trainable)}. Trainable ignored "
-            "parameters are not supported yet, since nobody would average their gradients. "
-            "Freeze them (requires_grad_(False)) or do not ignore their modules."
-        )
     for unit, params in owned.units.items():
         problems.extend(_check_unit(_owner_name(unit), params))
     if problems:
         raise PlanError("\n".join(problems))
-    stored = {p.dtype for params in owned.units.values() for p in params.values() if p.requires_grad}
+    stored = {stored_dtype or p.dtype for params in owned.units.values() for p in params.values() if p.requires_grad}
     notices = []
+    if trainable := [name for name, param in owned.ignored.items() if param.requires_grad]:
+        notices.append(
+            f"{config.where('ignored_modules')}: trainable parameters stay whole on every rank: {some(trainable)}. "
+            "Their gradients are averaged over all data-parallel ranks in each backward."
+        )
     low = {d for d in stored if d.is_floating_point and d.itemsize < 4}
     if low and to_dtype(config.param_dtype) in low:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in low))
         notices.append(
             f"trainable parameters are stored in {names}: the optimizer steps on {names} values and loses small "
-            "updates (at lr 1e-5 no weight moves). Load the model in float32; param_dtype alone sets the compute precision."
+            "updates (at lr 1e-5 no weight moves). Load the model in float32; param_dtype alone sets the compute "
+            "precision."
         )
     return notices
 
@@ -195,19 +210,18 @@ def _check_unit(unit: str, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
         )
 
 
-def layout_of(owned: Ownership, index: ModelIndex) -> str:
+def layout_of(owned: Ownership) -> str:
     """Return a digest of all parameters and buffers: name, owner, shape, dtype and whether it is trainable.
 
     Ranks with different layouts would run different collectives: gradients of frozen parameters are not reduced,
     buffers and ignored parameters are broadcast at start.
     """
-    parts = [
-        (_owner_name(unit), name, tuple(param.shape), str(param.dtype), param.requires_grad)
-        for unit, params in (*owned.units.items(), (None, owned.ignored))
-        for name, param in params.items()
-    ]
-    buffers = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in index.root.named_buffers()]
-    return hashlib.sha256(json.dumps([parts, buffers]).encode()).hexdigest()[:16]
+    parts: list[str] = []
+    for owner, params in (*owned.units.items(), (None, owned.ignored)):
+        parts.append(_owner_name(owner))
+        parts += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in params.items()]
+    parts += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in owned.buffers.items()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def units_below(outer: Iterable[str], units: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
+import torch
 from torch import nn
 
-from .config import FSDP2Config
+from .config import FSDP2Config, Override
 from .errors import ModulePathError
 from .model_index import ModelIndex
+from .policies import to_dtype
 
 DefaultUnits = Callable[[nn.Module], Sequence[str]]
 
@@ -52,8 +55,10 @@ class Selector:
         return sorted(found, key=position.__getitem__)
 
     def ignored(self) -> list[str]:
-        """Return the ignored modules."""
+        """Return the modules that stay whole: ignored ones and optional ones."""
         found = self.modules("ignored_modules", self.config.ignored_modules)
+        optional = self.modules("optional_modules", self.config.optional_modules)
+        found += [fqn for fqn in optional if fqn not in found]
         if "" in found:
             where = self.config.where("ignored_modules")
             self.problems.append(
@@ -85,6 +90,44 @@ class Selector:
                             f"[{', '.join(group)}]. List it in one of them."
                         )
         return list(groups)
+
+    def overrides(self) -> list[tuple[Override, list[tuple[str, str]]]]:
+        """Return each override with the ``(place in the file, fqn)`` of every module that it selects."""
+        return [
+            (
+                override,
+                [
+                    (where, fqn)
+                    for j, text in enumerate(override.modules)
+                    for where in [self.config.where("overrides", i, "modules", j)]
+                    for fqn in self._select(where, text)
+                ],
+            )
+            for i, override in enumerate(self.config.overrides)
+        ]
+
+    def settings(
+        self, groups: Sequence[tuple[str, ...]], overrides: Sequence[tuple[Override, list[tuple[str, str]]]]
+    ) -> dict[tuple[str, ...], UnitSettings]:
+        """Return the settings of every unit in ``groups`` and of the root."""
+        config = self.config
+        unit_of = {fqn: group for group in groups for fqn in group}
+        result = {group: _unit_settings(config, None, is_root=False) for group in groups}
+        result[("",)] = _unit_settings(config, None, is_root=True)
+        set_by: dict[tuple[str, ...], str] = {}
+        for override, selected in overrides:
+            for where, fqn in selected:
+                unit = unit_of.get(fqn)
+                if unit is None:
+                    self.problems.append(
+                        f"{where}: {fqn!r} is not a unit, and precision, resharding and offload belong to whole units. "
+                        "List it in sub_modules_to_wrap too."
+                    )
+                elif set_by.setdefault(unit, where.rpartition(".modules")[0]) != where.rpartition(".modules")[0]:
+                    self.problems.append(f"{where}: {fqn!r} is overridden twice. Merge the two entries.")
+                else:
+                    result[unit] = _unit_settings(config, override, is_root=False)
+        return result
 
     def _entry(self, i: int, entry: str | tuple[str, ...]) -> list[str]:
         selected: dict[str, None] = {}
@@ -134,3 +177,33 @@ class Selector:
             )
         below = tuple(f"{fqn}." for fqn in ignored)
         return [fqn for fqn in found if fqn not in ignored and not f"{fqn}.".startswith(below)]
+
+
+class UnitSettings(TypedDict):
+    """The part of a unit that the configuration sets; see ``plan.Unit``."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    cast_inputs: bool
+    reshard: bool | int
+    offload: bool
+
+
+def _unit_settings(config: FSDP2Config, override: Override | None, *, is_root: bool) -> UnitSettings:
+    def pick(key: str, inherited: Any) -> Any:
+        own = getattr(override, key) if override is not None else None
+        return inherited if own is None else own
+
+    # A unit that computes in a dtype of its own reduces in it too, unless told otherwise: fp32 in, bf16 sum would
+    # throw away what the override is for.
+    own_dtype = override is not None and override.param_dtype is not None
+    inherited_reduce = config.reduce_dtype if not own_dtype or config.reduce_dtype == "fp32" else None
+    return UnitSettings(
+        param_dtype=to_dtype(pick("param_dtype", config.param_dtype)),
+        reduce_dtype=to_dtype(pick("reduce_dtype", inherited_reduce)),
+        output_dtype=to_dtype(pick("output_dtype", config.output_dtype if is_root else None)),
+        cast_inputs=pick("cast_forward_inputs", config.cast_forward_inputs),
+        reshard=pick("reshard_after_forward", config.reshard_after_forward),
+        offload=pick("offload_to_cpu", config.offload_to_cpu),
+    )

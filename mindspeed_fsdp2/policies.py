@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -35,3 +35,14 @@ def build_precision(
         output_dtype=output_dtype,
         cast_forward_inputs=False,
     )
+
+
+def build_offload(offload: bool, pin_memory: bool, device_type: str) -> OffloadPolicy:
+    """Return where the shards of one unit live.
+
+    Args:
+        offload: Whether they live in host memory.
+        pin_memory: Whether that memory is pinned; without an accelerator nothing can be.
+        device_type: The mesh's device.
+    """
+    return CPUOffloadPolicy(pin_memory=pin_memory and device_type != "cpu") if offload else OffloadPolicy()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from .agreement import agree
-from .apply import Sharded, apply_plan
+from .apply import Sharded, apply_plan, broadcast_whole
 from .config import FSDP2Config, load_config
 from .device import check_device_type, find_device_type
-from .errors import PlanError
+from .errors import ConfigError, PlanError
 from .mesh import build_mesh
 from .plan import FSDP2Plan, build_plan
+from .plan_select import DefaultUnits
+from .plan_ties import Tie
 from .rng import RandomState, random_states
 
 logger = logging.getLogger("mindspeed_fsdp2")
@@ -54,11 +58,31 @@ def wrap_model(
             "process_group: torch.distributed is not initialised. Start with torchrun and call "
             "torch.distributed.init_process_group() before wrap_model."
         )
-    handle = shard_model(model, lambda: load_config(config), process_group, device_type)
+    handle = shard_model(model, lambda: load_config(config), process_group, device_type, Host())
     for notice in handle.plan.notices:
         _log_once(logging.WARNING, notice)
     _log_once(logging.INFO, str(handle.plan))
     return model
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a training framework adds to the configuration.
+
+    Attributes:
+        default_units: Called with the model below its wrappers; returns the framework's units when the configuration
+            lists none.
+        ties: Called like that; returns pairs of modules that use one weight although only one of them holds it.
+        random_states: Its own random states, kept around recomputation.
+        stored_dtype: dtype that shards are stored and optimized in, None for the dtype of the loaded model.
+        same_start: Whether every rank starts from the first data-parallel rank's parameters.
+    """
+
+    default_units: DefaultUnits | None = None
+    ties: Callable[[nn.Module], Sequence[Tie]] | None = None
+    random_states: Sequence[RandomState] = ()
+    stored_dtype: torch.dtype | None = None
+    same_start: bool = False
 
 
 def shard_model(
@@ -66,8 +90,7 @@ def shard_model(
     load: Callable[[], FSDP2Config],
     process_group: dist.ProcessGroup | None,
     device_type: str | None,
-    default_units: Callable[[nn.Module], Sequence[str]] | None = None,
-    more_random_states: Sequence[RandomState] = (),
+    host: Host,
 ) -> Sharded:
     """Plan, agree and apply; what :func:`wrap_model` and the Megatron adapter share (**in place**, **collective**).
 
@@ -76,8 +99,7 @@ def shard_model(
         load: Returns the configuration; an error it raises on one rank ends all ranks.
         process_group: See :func:`wrap_model`.
         device_type: See :func:`wrap_model`.
-        default_units: The host's units when the configuration lists none.
-        more_random_states: The host's own random states, kept around recomputation.
+        host: The framework's additions.
 
     Raises:
         FSDP2Error: See :func:`wrap_model`.
@@ -91,17 +113,39 @@ def shard_model(
         plan = build_plan(
             load(),
             model,
-            default_units=default_units,
+            default_units=host.default_units,
             data_parallel_size=dist.get_world_size(process_group),
             whole_world=dist.get_world_size(process_group) == dist.get_world_size(),
+            stored_dtype=host.stored_dtype,
+            host_ties=host.ties,
         )
+        check_offload_backend(plan, process_group, device)
         return plan, device
 
     plan, device = agree(build, lambda built: f"{built[0].digest()}/{built[1]}", None, "FSDP2 plan")
     if plan.shard_size is None:  # only a plan made without a number of ranks lacks it
         raise PlanError("plan: it was made without the number of data-parallel ranks.")
     mesh = build_mesh(plan.shard_size, process_group, device)
-    return apply_plan(plan, model, mesh, process_group, (*random_states(device), *more_random_states))
+    if host.same_start:
+        broadcast_whole(model.parameters(), device, process_group)
+    return apply_plan(plan, model, mesh, process_group, (*random_states(device), *host.random_states))
+
+
+def check_offload_backend(plan: FSDP2Plan, group: dist.ProcessGroup | None, device_type: str) -> None:
+    """Raise unless gradients in host memory can be reduced: norms and zero counts of them need a CPU backend.
+
+    Raises:
+        ConfigError: Units are offloaded but the process group has no backend for CPU tensors.
+    """
+    if device_type == "cpu" or not any(unit.offload for unit in plan.units):
+        return
+    backends = dist.get_backend_config(group)
+    if "cpu:" not in backends:
+        wanted = "npu:hccl,cpu:gloo" if device_type == "npu" else "cuda:nccl,cpu:gloo"
+        raise ConfigError(
+            f"{plan.config.where('offload_to_cpu')}: true needs a backend for CPU tensors beside {backends!r}. "
+            f"Initialise torch.distributed with {wanted!r}."
+        )
 
 
 def _log_once(level: int, text: str) -> None:

@@ -15,7 +15,7 @@ from .foreign import recognise
 from .lists import check_argument_names, check_overrides, check_paths, check_some_paths, check_units
 from .problems import problems_of, problems_of_keys, take_out_empty
 from .source import Origin, Problem, read_yaml, report, write_yaml
-from .values import at_least, check_bool, check_dtype, check_reshard, check_sharding_size, describe, or_none
+from .values import at_least, check_bool, check_dtype, check_reshard, check_sharding_size, describe, one_of, or_none
 
 Source: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | FSDP2Config"
 
@@ -79,6 +79,9 @@ class FSDP2Config(BaseModel):
         reshard_local_experts: Found in real files; means nothing at expert parallel size 1.
         moe_modules: Module paths of the experts; means nothing at expert parallel size 1.
         overrides: Settings that differ for some units.
+        reduce_grads: Whether gradients are reduce-scattered on every micro-batch, or stay whole until the last one.
+        optional_modules: Modules that some ranks may skip in a step; they are kept whole like ignored ones.
+        check_unit_order: Whether the ranks compare the units they ran in every step, not in the first 20 only.
     """
 
     model_config = _STRICT
@@ -110,6 +113,11 @@ class FSDP2Config(BaseModel):
     reshard_local_experts: _Bool = True
     moe_modules: _Paths = ()
     overrides: Annotated[tuple[Override, ...], BeforeValidator(check_overrides)] = ()
+    reduce_grads: Annotated[
+        Literal["every_microbatch", "last_microbatch"], BeforeValidator(one_of("every_microbatch", "last_microbatch"))
+    ] = "every_microbatch"
+    optional_modules: _Paths = ()
+    check_unit_order: _Bool = False
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
     if not TYPE_CHECKING:  # type checkers see the keyword arguments that pydantic derives from the fields
@@ -192,13 +200,9 @@ def check_supported(config: FSDP2Config) -> None:
         ConfigError: Names every such key, a line each.
     """
     problems = []
-    if config.offload_to_cpu:
-        problems.append(Problem(("offload_to_cpu",), "true is not supported yet. Write false or remove the key."))
     if config.expert_parallel_size != 1:
         text = f"{config.expert_parallel_size} is not supported yet. Write 1 or remove the key."
         problems.append(Problem(("expert_parallel_size",), text))
-    if config.overrides:
-        problems.append(Problem(("overrides",), "settings for single units are not supported yet. Remove the key."))
     if problems:
         raise report(problems, config._origin)
 
@@ -212,7 +216,8 @@ def _notices(config: FSDP2Config) -> Iterable[tuple[str, str]]:
             f"{state}: nothing is sharded, every rank keeps the whole model as in plain data parallel. "
             "Write auto to shard over the whole data-parallel group.",
         )
-    if "pin_memory" in written and not config.offload_to_cpu:
+    offloads = config.offload_to_cpu or any(override.offload_to_cpu for override in config.overrides)
+    if "pin_memory" in written and not offloads:
         yield "pin_memory", "has no effect without offload_to_cpu: true. Remove the key."
     if not config.use_reentrant and not config.recompute_modules:
         yield "use_reentrant", "has no effect without recompute_modules. Remove the key."

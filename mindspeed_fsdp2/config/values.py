@@ -95,6 +95,18 @@ def check_dtype(value: object) -> str | None:
     raise ValueError(f"{describe(value)} is not one of the dtypes bf16, fp16, fp32. {allowed}")
 
 
+def one_of(*choices: str) -> Callable[[object], str]:
+    """Return a check for one of a few words."""
+
+    def check(value: object) -> str:
+        if isinstance(value, str) and value in choices:
+            return value
+        near = nearest(str(value), choices, limit=1)
+        raise ValueError(f"{describe(value)} is not one of {', '.join(choices)}. Write {near[0] if near else choices[0]}.")
+
+    return check
+
+
 def or_none(check: Callable[[object], T]) -> Callable[[object], T | None]:
     """Return ``check`` for a key that may be left unset."""
     return lambda value: None if value is None else check(value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,13 +18,16 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, print_rank_0
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ..accumulation import accumulate
 from ..apply import Sharded
-from ..config import load_config
+from ..config import FSDP2Config, load_config
 from ..errors import CheckpointError, ConflictError
 from ..model_index import below_wrappers
+from ..plan_ties import Tie
 from ..rng import RandomState
-from ..wrap import shard_model
+from ..wrap import Host, shard_model
 from .startup import CHECKED, megatron_device_type
 
 logger = logging.getLogger("mindspeed_fsdp2")
@@ -70,6 +75,7 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):
         self.process_group = process_group
         self.sharded: Sharded | None = None
         self._grads_checked = False
+        self._masters = bool(args.bf16)
         own = getattr(below_wrappers(module), "fully_shard", None)
         if callable(own) and own(process_group=process_group, fsdp2_config_path=args.fsdp2_config_path):
             print_rank_0(f"FSDP2: {type(below_wrappers(module)).__name__} sharded itself through its own fully_shard().")
@@ -79,38 +85,68 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):
             param.is_torch_fsdp2_param = True  # type: ignore[attr-defined]
         self.sharded = shard_model(
             module,
-            lambda: load_config(args.fsdp2_config_path),
+            lambda: effective_config(load_config(args.fsdp2_config_path), args),
             process_group,
             megatron_device_type(args),
-            default_units=default_units,
-            more_random_states=(tracker_states(),),
+            Host(
+                default_units=default_units,
+                ties=tied_modules,
+                random_states=(tracker_states(),),
+                stored_dtype=torch.float32 if self._masters else None,
+                same_start=bool(args.data_parallel_random_init),
+            ),
         )
         self.device_mesh = self.sharded.mesh
+        # Without it Megatron's schedules take a null context, and every micro-batch reduces as if it were the last.
+        config.no_sync_func = self.no_sync
         if dist.get_rank() == 0:
             for notice in self.sharded.plan.notices:
                 logger.warning("%s", notice)
         print_rank_0(str(self.sharded.plan))
 
-    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Check once, after the first backward, that every trainable parameter has a gradient.
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context for every micro-batch but the last; Megatron's schedules enter it."""
+        return accumulate(self.module, last=False) if self.sharded is not None else nullcontext()
 
-        Fused weight-gradient kernels fill a side buffer that FSDP2 never reduces; such a parameter would stay as it
-        is without any error.
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply every gradient (**in place**); Megatron calls this for ``--calculate-per-token-loss``.
+
+        Megatron then divides a sum over data-parallel ranks by the tokens of all ranks, so what FSDP2 averaged is
+        turned back into the sum.
+
+        Args:
+            scaling_factor: One over the number of tokens, all ranks and micro-batches together.
+        """
+        factor = scaling_factor * dist.get_world_size(self.process_group)
+        for grad in self._grads():
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            local.mul_(factor)
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Check gradients after a step's last backward, and lay them where Megatron's optimizer looks.
 
         Args:
             force_all_reduce: Passed by Megatron from 0.16 on; FSDP2 has reduced every gradient in backward.
+
+        Raises:
+            RuntimeError: A gradient is not finite and ``--check-for-nan-in-loss-and-grad`` is on, on every rank alike.
         """
-        if self._grads_checked:
-            return
-        self._grads_checked = True
-        without = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
-        if without and dist.get_rank(self.process_group) == 0:
-            logger.warning(
-                "no gradient after the first backward for %d trainable parameters: %s. They stay as they are: freeze "
-                "them if they are unused; a fused weight-gradient kernel must be switched off.",
-                len(without),
-                ", ".join(without[:20]) + (", …" if len(without) > 20 else ""),
-            )
+        if not self._grads_checked:
+            self._grads_checked = True
+            self._warn_of_missing_gradients()
+        if get_args().check_for_nan_in_loss_and_grad:
+            self._check_finite()
+        if self._masters:
+            for param in self.module.parameters():
+                if param.requires_grad:
+                    param.main_grad = param.grad  # type: ignore[attr-defined]
+
+    def zero_grad_buffer(self) -> None:
+        """Let go of the last step's gradients; ``optimizer.zero_grad()`` drops the parameters' own."""
+        if self._masters:
+            for param in self.module.parameters():
+                if param.requires_grad:
+                    param.main_grad = None  # type: ignore[attr-defined]
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Refuse: loading into sharded parameters is not built yet, and the stock method does nothing in silence.
@@ -123,6 +159,53 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):
             "the model is wrapped."
         )
 
+    def _grads(self) -> Iterator[torch.Tensor]:
+        for param in self.module.parameters():
+            grad = getattr(param, "main_grad", None)
+            if grad is None:
+                grad = param.grad
+            if grad is not None:
+                yield grad
+
+    def _warn_of_missing_gradients(self) -> None:
+        # Fused weight-gradient kernels fill a side buffer that FSDP2 never reduces; such a parameter would stay as it
+        # is without any error.
+        without = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        if without and dist.get_rank(self.process_group) == 0:
+            logger.warning(
+                "no gradient after the first backward for %d trainable parameters: %s. They stay as they are: freeze "
+                "them if they are unused; a fused weight-gradient kernel must be switched off.",
+                len(without),
+                ", ".join(without[:20]) + (", …" if len(without) > 20 else ""),
+            )
+
+    def _check_finite(self) -> None:
+        # DDP's check of its buckets, after the reduction; the flag is shared so that all ranks end, not one.
+        bad = [
+            not bool(torch.isfinite(torch.linalg.vector_norm(grad.to_local() if isinstance(grad, DTensor) else grad)))
+            for grad in self._grads()
+        ]
+        flag = torch.tensor(float(any(bad)), device=megatron_device_type(get_args()) or "cuda")
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag.item():
+            raise RuntimeError(
+                "a gradient is NaN or infinite after the backward. Lower the learning rate or find the batch; "
+                "--no-check-for-nan-in-loss-and-grad switches this check off."
+            )
+
+
+def effective_config(config: FSDP2Config, args: Namespace) -> FSDP2Config:
+    """Return the YAML's settings with what ``--bf16`` implies where the YAML says nothing.
+
+    Megatron keeps fp32 master weights and, with ``--accumulate-allreduce-grads-in-fp32`` (which ``--bf16`` turns on),
+    reduces and accumulates in fp32. Here the shards themselves are the fp32 masters: units compute in bf16 and their
+    gradients are reduced in fp32, so no second copy is needed.
+    """
+    if not args.bf16:
+        return config
+    implied = {"param_dtype": config.param_dtype or "bf16", "reduce_dtype": config.reduce_dtype or "fp32"}
+    return config.model_copy(update=implied)
+
 
 def default_units(model: nn.Module) -> Sequence[str]:
     """Return the fqns of Megatron's default units: layers, embeddings, rotary, and classes in ``_fsdp_modules``."""
@@ -131,6 +214,21 @@ def default_units(model: nn.Module) -> Sequence[str]:
         classes.update(getattr(module, "_fsdp_modules", ()))
     kinds = tuple(classes)
     return [fqn for fqn, module in model.named_modules() if fqn and isinstance(module, kinds)]
+
+
+def tied_modules(model: nn.Module) -> list[Tie]:
+    """Return (embedding, output layer) of every language model that uses one weight for both.
+
+    Megatron's tied output layer holds no weight; it is handed the embedding's as an argument, gathered only while the
+    embedding's unit is.
+    """
+    return [
+        (f"{fqn}.embedding".lstrip("."), f"{fqn}.output_layer".lstrip("."))
+        for fqn, module in model.named_modules()
+        if getattr(module, "share_embeddings_and_output_weights", False)
+        and isinstance(getattr(module, "embedding", None), nn.Module)
+        and isinstance(getattr(module, "output_layer", None), nn.Module)
+    ]
 
 
 def tracker_states() -> RandomState:

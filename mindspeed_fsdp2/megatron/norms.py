@@ -1,13 +1,20 @@
-"""Megatron's gradient statistics over two-dimensional meshes."""
+"""Megatron's norms and zero counts over DTensors and plain tensors, one- and two-dimensional meshes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch.distributed.tensor import DTensor
 
+from ..grad_sync import power_sum
 from ..mesh import shard_group
 
 
@@ -24,3 +31,68 @@ def wrap_data_parallel_group(original: Callable[..., Any]) -> Callable[..., Any]
         return original(tensor, data_parallel_group)
 
     return get_data_parallel_group_if_dtensor
+
+
+def wrap_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``get_grad_norm_fp32`` that measures sharded and plain gradients apart and adds the two.
+
+    The original lets the last gradient decide whether squares are summed over data-parallel ranks: plain gradients,
+    equal on every rank, then count once per rank, or sharded ones are not summed at all.
+    """
+
+    @functools.wraps(original)
+    def get_grad_norm_fp32(grads_for_norm: Any, norm_type: float = 2, *rest: Any, **named: Any) -> Any:
+        grads = [grads_for_norm] if isinstance(grads_for_norm, torch.Tensor) else list(grads_for_norm)
+        shards, whole = _split(grads, lambda grad: grad)
+        if not shards:
+            return original(whole, norm_type, *rest, **named)
+        norm = original(shards, norm_type, *rest, **named)
+        # Always asked, even without plain gradients: with tensor parallelism one rank may have some that its peer
+        # leaves out as duplicates, and both take part in the sum over model-parallel ranks.
+        other = original(whole, norm_type, *rest, **named)
+        if float(other) == 0.0:
+            return norm
+        if math.isinf(norm_type):
+            return max(norm, other)
+        return (norm**norm_type + other**norm_type) ** (1.0 / norm_type)
+
+    return get_grad_norm_fp32
+
+
+def wrap_count_zeros(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``count_zeros_fp32`` that counts sharded and plain gradients apart, for the same reason."""
+
+    @functools.wraps(original)
+    def count_zeros_fp32(parameters: Any, *rest: Any, **named: Any) -> Any:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        shards, whole = _split(params, lambda param: param.grad)
+        if not shards:
+            return original(params, *rest, **named)
+        return original(shards, *rest, **named) + original(whole, *rest, **named)
+
+    return count_zeros_fp32
+
+
+def wrap_params_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``calc_params_l2_norm`` that sums the shards of an FSDP2 model.
+
+    The original measures this rank's shards only.
+    """
+
+    @functools.wraps(original)
+    def calc_params_l2_norm(model: Any, *rest: Any, **named: Any) -> Any:
+        chunks = model if isinstance(model, list) else [model]
+        params = [param for chunk in chunks for param in chunk.parameters()]
+        if not any(isinstance(param, DTensor) and hasattr(param, "is_torch_fsdp2_param") for param in params):
+            return original(model, *rest, **named)
+        counted = [p.detach() for p in params if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)]
+        squares = power_sum(counted, 2.0)
+        dist.all_reduce(squares, group=parallel_state.get_model_parallel_group())
+        return squares.item() ** 0.5
+
+    return calc_params_l2_norm
+
+
+def _split(tensors: Sequence[Any], grad_of: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:
+    shards = [t for t in tensors if isinstance(grad_of(t), DTensor)]
+    return shards, [t for t in tensors if not isinstance(grad_of(t), DTensor)]

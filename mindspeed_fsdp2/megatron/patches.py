@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import PatchError
 from .arguments import add_arguments
-from .norms import wrap_data_parallel_group
+from .norms import wrap_count_zeros, wrap_data_parallel_group, wrap_grad_norm, wrap_params_norm
 from .patcher import Installation, Patch
 from .patcher import install as install_patches
 from .startup import Startup, wrap_excepthook, wrap_initialize_distributed
@@ -81,6 +81,37 @@ def build_patches(startup: Startup) -> tuple[Patch, ...]:
             make=wrap_data_parallel_group,
             why="The original raises on a (replicate, shard) mesh, which sharding_size 1 and int bring.",
             remove_when="DeviceMesh.get_group() is called with the shard axis upstream.",
+        ),
+        Patch(
+            name="grad-norm",
+            targets=(
+                "megatron.core.optimizer.clip_grads:get_grad_norm_fp32",
+                "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
+            ),
+            make=wrap_grad_norm,
+            why="The original lets the last gradient decide whether the norm is summed over ranks.",
+            remove_when="get_grad_norm_fp32 groups gradients by mesh.",
+        ),
+        Patch(
+            name="zero-count",
+            targets=(
+                "megatron.core.optimizer.clip_grads:count_zeros_fp32",
+                "megatron.core.optimizer.optimizer:count_zeros_fp32",
+            ),
+            make=wrap_count_zeros,
+            why="The same mistake as in the norm.",
+            remove_when="count_zeros_fp32 groups gradients by mesh.",
+        ),
+        Patch(
+            name="params-norm",
+            targets=(
+                "megatron.training.utils.common_utils:calc_params_l2_norm",
+                "megatron.training.utils:calc_params_l2_norm",
+                "megatron.training.training:calc_params_l2_norm",
+            ),
+            make=wrap_params_norm,
+            why="--log-params-norm measures this rank's shards only (0.19), or raises on a 2-D mesh.",
+            remove_when="calc_params_l2_norm sums DTensor shards.",
         ),
         Patch(
             name="excepthook",

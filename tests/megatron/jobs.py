@@ -155,9 +155,8 @@ class MegatronJobs:
 
     def close(self) -> None:
         """End the preloaded process and remove what the jobs wrote."""
-        if self._zygote is not None and self._zygote.stdin is not None:
-            self._zygote.stdin.close()  # end of input ends it
-            self._zygote.wait(30)
+        if self._zygote is not None:
+            self._zygote.communicate(timeout=30)  # end of input ends it
             self._zygote = None
         self._folder.cleanup()
 

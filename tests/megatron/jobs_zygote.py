@@ -134,7 +134,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
     try:
         os.setpgid(0, 0)
         code = _rank(job, rank)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - this is the end of the forked process; it must not raise into the zygote
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -188,7 +188,7 @@ def _script(job: dict[str, Any], record: dict[str, Any]) -> int:
             return end.code or 0
         sys.stderr.write(f"{end.code}\n")
         return 1
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - reported as Python itself would, by the hook the adaptor may have set
         kind, error, trace = sys.exc_info()
         assert kind is not None and error is not None
         sys.excepthook(kind, error, trace)

@@ -16,7 +16,7 @@ LAYERS = [
     {"module_path", "device", "mesh", "agreement", "param_attrs", "casts"},
     {"config", "rng", "policies"},
     {"model_index", "recompute", "prefetch", "grad_sync", "whole_grads"},
-    {"plan_checks", "plan_select", "plan_table", "plan"},
+    {"plan_checks", "plan_select", "plan_ties", "plan_table", "plan"},
     {"apply"},
     {"wrap", "accumulation"},
     {"megatron/patcher", "megatron/arguments", "megatron/conflicts", "megatron/cpu", "megatron/norms"},

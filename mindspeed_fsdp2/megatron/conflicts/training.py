@@ -34,16 +34,6 @@ TRAINING: Final[tuple[Conflict, ...]] = (
         _REMOVE,
     ),
     Conflict(
-        "tied_embeddings",
-        (Flag("--untie-embeddings-and-output-weights"),),
-        Text(
-            "Megatron refuses FSDP2 for an output layer that borrows the weight of the embedding.",
-            "输出层借用词嵌入的权重时，Megatron 不允许使用 FSDP2。",
-        ),
-        Text("Add --untie-embeddings-and-output-weights.", "加上 --untie-embeddings-and-output-weights。"),
-        missing=True,
-    ),
-    Conflict(
         "fp16",
         (Flag("--fp16"),),
         Text("Megatron has no fp16 training with FSDP2.", "Megatron 不支持用 FSDP2 做 fp16 训练。"),
@@ -74,27 +64,6 @@ TRAINING: Final[tuple[Conflict, ...]] = (
         Text(
             "it rescales whole attention weights in place, and between steps FSDP2 holds slices of them.",
             "它原地缩放整块注意力权重，而在两步之间 FSDP2 只保存其分片。",
-        ),
-        _REMOVE,
-    ),
-    Conflict(
-        "per_token_loss",
-        (Flag("--calculate-per-token-loss"),),
-        Text(
-            "dividing the gradients of FSDP2 by the number of tokens is not supported yet; without the division they "
-            "would be too large by that number.",
-            "尚不支持把 FSDP2 的梯度除以 token 数；不除的话梯度会大出这个倍数。",
-        ),
-        _REMOVE,
-        until="per-token loss",
-    ),
-    Conflict(
-        "random_init",
-        (Flag("--data-parallel-random-init"),),
-        Text(
-            "FSDP2 shards what each rank has drawn and broadcasts nothing, so every weight would be pieced together "
-            "from different draws.",
-            "FSDP2 切分各进程自己的随机初值且不做广播，每块权重会由不同的随机结果拼成。",
         ),
         _REMOVE,
     ),

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from . import cpu_stand_ins as host
-from .cpu_redirection import Redirection, StandIn, fixed
+from . import stand_ins
+from .redirection import Redirection, StandIn, fixed
 
 TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
 
@@ -72,7 +72,7 @@ HOST_DRAWS = Redirection(
         StandIn("torch.utils.data:RandomSampler", "__init__", _own_generator),
         StandIn("torch.utils.data:SubsetRandomSampler", "__init__", _own_generator),
         StandIn("torch.utils.data:WeightedRandomSampler", "__init__", _own_generator),
-        StandIn("torch.utils.data torch.utils.data.dataset", "random_split", _own_generator),
+        StandIn("torch.utils.data torch.utils.data.dataset", "random_split", _own_generator, copied=True),
     ),
 )
 
@@ -81,6 +81,6 @@ BUILD_STEPS = Redirection(
     "compile_helpers ends the run where a wheel is installed; the fused kernels of older Megatrons need nvcc.",
     (
         StandIn("megatron.core.datasets.utils", "compile_helpers", skip_if_compiled, required=False),
-        StandIn("megatron.legacy.fused_kernels", "load", fixed(host.nothing), required=False),
+        StandIn("megatron.legacy.fused_kernels", "load", fixed(stand_ins.nothing), required=False),
     ),
 )

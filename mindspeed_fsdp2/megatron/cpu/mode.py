@@ -15,13 +15,13 @@ from itertools import chain
 
 import torch
 
-from ..errors import ConflictError, PatchError
-from . import cpu_stand_ins as host
-from .cpu_device import ACCELERATOR, DEVICE, MEMORY, RANDOM, STREAMS
-from .cpu_host import BUILD_STEPS, HOST_DRAWS, TRACKER_LOGGER, SharedGeneratorFilter
-from .cpu_placement import fill_device_cache, placement
-from .cpu_redirection import REMOVE_WHEN, Redirection
-from .patcher import Installation, Patch, install, resolves
+from ...errors import ConflictError, PatchError
+from ..patcher import Installation, Patch, install, resolves
+from . import stand_ins
+from .device import ACCELERATOR, DEVICE, MEMORY, RANDOM, STREAMS
+from .host import BUILD_STEPS, HOST_DRAWS, TRACKER_LOGGER, SharedGeneratorFilter
+from .placement import fill_device_cache, placement
+from .redirection import REMOVE_WHEN, Redirection
 
 _NCCL = "torch.distributed:ProcessGroupNCCL"
 
@@ -66,7 +66,7 @@ def cpu_mode_wanted(distributed_backend: str) -> bool:
     """
     if distributed_backend != "gloo":
         return False
-    if torch.cuda.is_available is host.is_available:
+    if torch.cuda.is_available is stand_ins.is_available:
         return True  # CPU mode is on: what torch.cuda says now is our own answer
     if torch.cuda.is_available():
         raise ConflictError(
@@ -90,7 +90,7 @@ def enable_cpu() -> CpuMode:
     Raises:
         PatchError: CPU mode is on already, or a name cannot be redirected; nothing has changed then.
     """
-    if torch.cuda.is_available is host.is_available:
+    if torch.cuda.is_available is stand_ins.is_available:
         raise PatchError("CPU mode is on already. Call restore() on the CpuMode that enable_cpu() returned before.")
     fill_device_cache()
     others = ExitStack()
@@ -116,7 +116,7 @@ def _nccl_options() -> Patch:
     return Patch(
         name="cpu: NCCL options",
         targets=(_NCCL,),
-        make=lambda absent: host.ProcessGroupNCCL,
+        make=lambda absent: stand_ins.ProcessGroupNCCL,
         why="From 0.13 on Megatron asks for NCCL stream options with FSDP2, on CPU builds of torch too; gloo ignores "
         "them.",
         remove_when=REMOVE_WHEN,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .cpu_redirection import Redirection, StandIn, fixed
+from .redirection import Redirection, StandIn, fixed
 
 # Every function of torch with a ``device`` argument that Megatron or a model may call. Written out, because torch has
 # no public list; names that a version lacks are skipped.
@@ -67,7 +67,7 @@ def _tensor_cuda(
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> torch.Tensor:
     """Stand in for ``Tensor.cuda``: the tensor is where it should be."""
-    return self.to(memory_format=memory_format) if memory_format is not torch.preserve_format else self
+    return self if memory_format is torch.preserve_format else self.contiguous(memory_format=memory_format)
 
 
 def _tensor_pin_memory(self: torch.Tensor, device: object = None) -> torch.Tensor:
@@ -87,11 +87,19 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
+def _restore_on_host(storage: Any, location: str) -> Any:
+    """Stand in for where ``torch.load`` puts a storage by default: where it was saved."""
+    elsewhere: Callable[[Any, str], Any] = torch.serialization.default_restore_location
+    return storage if location.startswith("cuda") else elsewhere(storage, location)
+
+
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(map_location, Mapping):
-            map_location = {stored: host_device(place) for stored, place in map_location.items()}
+        if map_location is None:
+            map_location = _restore_on_host
+        elif isinstance(map_location, Mapping):
+            map_location = {stored: str(host_device(place)) for stored, place in map_location.items()}
         elif not callable(map_location):
             map_location = host_device(map_location)
         return original(f, map_location, *args, **kwargs)
@@ -108,7 +116,7 @@ def _device_mesh_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fill_device_cache() -> None:
-    """Let torch collect its own creators before they are replaced. **Order matters.**
+    """Let torch collect its own creators before they are replaced; **call it before that**.
 
     On first use ``with torch.device(…)`` caches which functions it applies to. Were that to happen with the
     replacements in place, the context would silently do nothing (``--init-model-with-meta-device``).

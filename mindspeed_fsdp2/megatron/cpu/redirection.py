@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .patcher import Patch
+from ..patcher import Patch
 
 Make = Callable[[Any], Any]
 """Given what a name holds, returns what CPU mode binds it to."""
@@ -24,12 +24,14 @@ class StandIn:
         names: Attribute names, separated by spaces. Those that this version of torch or Megatron lacks are skipped.
         make: The replacement's maker.
         required: Whether it is an error when none of the names exists.
+        copied: Whether modules that imported the names by value are redirected as well; for functions only.
     """
 
     owners: str
     names: str
     make: Make
     required: bool = True
+    copied: bool = False
 
     def targets(self) -> tuple[str, ...]:
         """Return the names as targets of the patcher, ``module:attr`` or ``module:Class.attr``."""
@@ -64,6 +66,7 @@ class Redirection:
                 why=self.why,
                 remove_when=REMOVE_WHEN,
                 required=stand_in.required,
+                also_aliases=stand_in.copied,
             )
 
 
