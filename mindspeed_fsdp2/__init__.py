@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PatchError,
         PlanError,
     )
+    from .full_params import full_parameters
     from .grad_sync import clip_grad_norm_
     from .plan import FSDP2Plan, build_plan
     from .wrap import wrap_model
@@ -39,6 +40,7 @@ _HOME = {
     "PlanError": "errors",
     "build_plan": "plan",
     "clip_grad_norm_": "grad_sync",
+    "full_parameters": "full_params",
     "load_config": "config",
     "wrap_model": "wrap",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "accumulate",
     "build_plan",
     "clip_grad_norm_",
+    "full_parameters",
     "load_config",
     "wrap_model",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from .casts import apply_exact_outputs, apply_input_casts, apply_output_casts
 from .device import current_device
 from .errors import PlanError
+from .guards import UnitOrderCheck, explain_sharded_use, mark_replaced, refuse_deepcopy, watch_optimizers
 from .mesh import replicate_group
 from .model_index import below_wrappers
 from .param_attrs import kept_param_attrs
@@ -24,6 +25,7 @@ from .policies import build_offload, build_precision, to_dtype
 from .prefetch import PrefetchRecorder
 from .recompute import apply_recompute
 from .rng import RandomState
+from .start_values import equalise_shards, equalise_whole
 from .whole_grads import WholeGradients
 
 _HANDLE = "_mindspeed_fsdp2"
@@ -36,6 +38,7 @@ class Sharded:
     Attributes:
         plan: The plan that was applied.
         root: The root unit.
+        module: The same object as a plain module.
         mesh: The mesh it was applied on.
         group: The data-parallel group, None for all ranks.
         prefetch: The order recorder, None when no prefetch was asked for.
@@ -45,6 +48,7 @@ class Sharded:
 
     plan: FSDP2Plan
     root: FSDPModule
+    module: nn.Module
     mesh: DeviceMesh
     group: dist.ProcessGroup | None
     prefetch: PrefetchRecorder | None
@@ -90,18 +94,22 @@ def apply_plan(
     device = current_device(mesh.device_type)
     for module in ignored:
         module.to(device)
-    _equalise_whole(root, ignored, device, group)
+    equalise_whole(root, ignored, device, group)
+    stays = {p for module in ignored for p in module.parameters()}
     with kept_param_attrs(root):
-        _shard_units(plan, modules, mesh, {p for module in ignored for p in module.parameters()})
+        mark_replaced({name: param for name, param in root.named_parameters() if param not in stays})
+        _shard_units(plan, modules, mesh, stays)
     if (replicas := replicate_group(mesh)) is not None:
-        _equalise_shards(root, replicas)
+        equalise_shards(root, replicas)
     _apply_casts(plan, modules, ignored)
+    _guard(plan, root, modules, group, device)
     root.register_forward_pre_hook(_GatherOnce(), prepend=True)
     root.register_forward_hook(_reshard_after_evaluation)
     whole = {name: param for name, param in root.named_parameters() if name in set(plan.whole_trainable)}
     handle = Sharded(
         plan,
         _as_unit(root),
+        root,
         mesh,
         group,
         _start_prefetch(plan, root, modules, group),
@@ -110,6 +118,21 @@ def apply_plan(
     )
     setattr(root, _HANDLE, handle)
     return handle
+
+
+def _guard(
+    plan: FSDP2Plan,
+    root: nn.Module,
+    modules: dict[str, nn.Module],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    watch_optimizers()
+    refuse_deepcopy(root)
+    explain_sharded_use({fqn or "the model": modules[fqn] for unit in plan.units for fqn in unit.fqns})
+    gathering = {u.name: [modules[fqn] for fqn in u.fqns] for u in plan.units if u.numel and u.fqns != ("",)}
+    if plan.config.check_unit_order is not False and dist.get_world_size(group) > 1:
+        UnitOrderCheck(root, gathering, group, device, always=bool(plan.config.check_unit_order))
 
 
 def _as_unit(module: nn.Module) -> FSDPModule:
@@ -169,43 +192,6 @@ def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequen
         own = {p.dtype for p in module.parameters() if p.is_floating_point()}
         if len(own) == 1 and own != {dtype}:
             apply_input_casts([module], own.pop(), config.keep_input_dtype)
-
-
-def broadcast_whole(tensors: Iterable[torch.Tensor], device_type: str, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of ``group`` the first rank's values of ``tensors`` (**in place**, **collective**)."""
-    device = current_device(device_type)
-    for tensor in tensors:
-        _broadcast(tensor.detach(), device, group)
-
-
-def _equalise_whole(
-    root: nn.Module, ignored: Sequence[nn.Module], device: torch.device, group: dist.ProcessGroup | None
-) -> None:
-    """Give every rank the first rank's values of what is not sharded: ignored parameters and all buffers."""
-    whole: dict[int, torch.Tensor] = {id(t): t for module in ignored for t in module.parameters()}
-    whole.update({id(t): t for t in root.buffers() if not t.is_meta})
-    broadcast_whole(whole.values(), device.type, group)
-
-
-def _equalise_shards(root: nn.Module, replicas: dist.ProcessGroup) -> None:
-    """Give every replica the first replica's shards, whatever the ranks' seeds were."""
-    for param in root.parameters():
-        if isinstance(param, DTensor):
-            local = param.to_local().detach()
-            _broadcast(local, local.device, replicas)
-
-
-def _broadcast(tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> None:
-    if dist.get_world_size(group) == 1 or tensor.numel() == 0:
-        return
-    for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape)):
-        if stride == 0 and size > 1:  # an expanded buffer, whose copies are one element in memory
-            tensor = tensor.narrow(dim, 0, 1)
-    buffer = tensor.to(device).contiguous()
-    # As bytes, because no backend takes every dtype a buffer may have.
-    dist.broadcast(buffer.flatten().view(torch.uint8), group=group, group_src=0)
-    if buffer is not tensor:
-        tensor.copy_(buffer)
 
 
 def _reshard_after_evaluation(module: nn.Module, _args: Any, _output: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -52,8 +51,10 @@ def power_sum(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor
         # Per-unit offload leaves some shards on the host: add up where the first one lies.
         part = torch.stack([_power(local, norm_type).to(locals_[0].device) for local in locals_])
         part = part.max() if infinite else part.sum()
-        if group is not None:
-            dist.all_reduce(part, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        if group is not None and infinite:
+            part = _maximum_over(part, group)
+        elif group is not None:
+            dist.all_reduce(part, group=group)
         total = part if total is None else torch.maximum(total, part) if infinite else total + part.to(total.device)
     return torch.zeros(()) if total is None else total
 
@@ -76,6 +77,13 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         local = grad.to_local() if isinstance(grad, DTensor) else grad
         local.mul_(factor.to(local.device))
     return total
+
+
+def _maximum_over(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    # Backends compare numbers, so the maximum of NaN and 1 is 1 on some of them: NaN travels as a flag of its own.
+    both = torch.stack([part.nan_to_num(nan=math.inf, posinf=math.inf), part.isnan().to(part.dtype)])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(both[1] > 0, math.nan, both[0])
 
 
 def _power(local: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -55,12 +55,12 @@ class WholeGradients:
         self._reduce_dtype = reduce_dtype
         self._ranks = dist.get_world_size(group)
         # Reverse registration order is roughly the order in which backward reaches them.
-        self._buckets = _build_buckets(list(reversed(params.values())))
+        self._buckets = _build_buckets(list(params.values())[::-1])
         self._of = {id(param): bucket for bucket in self._buckets for param in bucket.params}
         self._next = 0
         self._announced = False
         for param in params.values():
-            param.register_post_accumulate_grad_hook(self._ready)
+            param.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
         root.register_forward_hook(self._watch)
 
     def _watch(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -69,7 +69,7 @@ class WholeGradients:
 
     def _watch_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(self._begin)
+            tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
         return tensor
 
     def _begin(self, _grad: torch.Tensor) -> None:
@@ -109,7 +109,8 @@ class WholeGradients:
             if bucket.work is None or bucket.flat is None:
                 continue
             bucket.work.wait()
-            *pieces, used = bucket.flat.split([*(param.numel() for param in bucket.params), len(bucket.params)])
+            sizes = [*(param.numel() for param in bucket.params), len(bucket.params)]
+            *pieces, used = torch.split(bucket.flat, sizes)
             for param, piece, count in zip(bucket.params, pieces, used.tolist()):
                 if count == 0:
                     continue

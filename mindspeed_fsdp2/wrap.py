@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .agreement import agree
-from .apply import Sharded, apply_plan, broadcast_whole
+from .apply import Sharded, apply_plan
 from .config import FSDP2Config, load_config
 from .device import check_device_type, find_device_type
 from .errors import ConfigError, PlanError
@@ -22,6 +22,7 @@ from .plan import FSDP2Plan, build_plan
 from .plan_select import DefaultUnits
 from .plan_ties import Tie
 from .rng import RandomState, random_states
+from .start_values import broadcast_whole
 
 logger = logging.getLogger("mindspeed_fsdp2")
 

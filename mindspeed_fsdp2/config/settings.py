@@ -81,7 +81,8 @@ class FSDP2Config(BaseModel):
         overrides: Settings that differ for some units.
         reduce_grads: Whether gradients are reduce-scattered on every micro-batch, or stay whole until the last one.
         optional_modules: Modules that some ranks may skip in a step; they are kept whole like ignored ones.
-        check_unit_order: Whether the ranks compare the units they ran in every step, not in the first 20 only.
+        check_unit_order: Whether the ranks compare which unit each is about to run: in every forward, in none, or, if
+            absent, in the first 20.
     """
 
     model_config = _STRICT
@@ -117,7 +118,7 @@ class FSDP2Config(BaseModel):
         Literal["every_microbatch", "last_microbatch"], BeforeValidator(one_of("every_microbatch", "last_microbatch"))
     ] = "every_microbatch"
     optional_modules: _Paths = ()
-    check_unit_order: _Bool = False
+    check_unit_order: Annotated[bool | None, BeforeValidator(or_none(check_bool))] = None
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
     if not TYPE_CHECKING:  # type checkers see the keyword arguments that pydantic derives from the fields

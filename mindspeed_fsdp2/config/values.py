@@ -102,7 +102,9 @@ def one_of(*choices: str) -> Callable[[object], str]:
         if isinstance(value, str) and value in choices:
             return value
         near = nearest(str(value), choices, limit=1)
-        raise ValueError(f"{describe(value)} is not one of {', '.join(choices)}. Write {near[0] if near else choices[0]}.")
+        raise ValueError(
+            f"{describe(value)} is not one of {', '.join(choices)}. Write {near[0] if near else choices[0]}."
+        )
 
     return check
 

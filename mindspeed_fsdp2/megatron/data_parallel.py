@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,30 +11,23 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import TorchFullyShardedDataParallel
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training import get_args, print_rank_0
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..accumulation import accumulate
 from ..apply import Sharded
-from ..config import FSDP2Config, load_config
+from ..config import load_config
 from ..errors import CheckpointError, ConflictError
 from ..model_index import below_wrappers
-from ..plan_ties import Tie
-from ..rng import RandomState
 from ..wrap import Host, shard_model
+from .model_facts import default_units, effective_config, tied_modules, tracker_states
 from .startup import CHECKED, megatron_device_type
 
 logger = logging.getLogger("mindspeed_fsdp2")
 
-_DEFAULT_UNITS = (TransformerLayer, LanguageModelEmbedding, RotaryEmbedding)
 
-
-class FSDP2DataParallel(TorchFullyShardedDataParallel):
+class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
     """Megatron's FSDP2 wrapper, set up by the YAML of ``--fsdp2-config-path``.
 
     Every signature is the parent's. A model that has its own ``fully_shard(process_group, fsdp2_config_path)``
@@ -78,7 +70,8 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):
         self._masters = bool(args.bf16)
         own = getattr(below_wrappers(module), "fully_shard", None)
         if callable(own) and own(process_group=process_group, fsdp2_config_path=args.fsdp2_config_path):
-            print_rank_0(f"FSDP2: {type(below_wrappers(module)).__name__} sharded itself through its own fully_shard().")
+            kind = type(below_wrappers(module)).__name__
+            print_rank_0(f"FSDP2: {kind} sharded itself through its own fully_shard().")
             return
         for param in module.parameters():
             # Megatron 0.19 reads this mark where TP and FSDP2 shard the same dimension of a checkpoint.
@@ -139,14 +132,14 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):
         if self._masters:
             for param in self.module.parameters():
                 if param.requires_grad:
-                    param.main_grad = param.grad  # type: ignore[attr-defined]
+                    param.main_grad = param.grad
 
     def zero_grad_buffer(self) -> None:
         """Let go of the last step's gradients; ``optimizer.zero_grad()`` drops the parameters' own."""
         if self._masters:
             for param in self.module.parameters():
                 if param.requires_grad:
-                    param.main_grad = None  # type: ignore[attr-defined]
+                    param.main_grad = None
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Refuse: loading into sharded parameters is not built yet, and the stock method does nothing in silence.
@@ -192,60 +185,3 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):
                 "a gradient is NaN or infinite after the backward. Lower the learning rate or find the batch; "
                 "--no-check-for-nan-in-loss-and-grad switches this check off."
             )
-
-
-def effective_config(config: FSDP2Config, args: Namespace) -> FSDP2Config:
-    """Return the YAML's settings with what ``--bf16`` implies where the YAML says nothing.
-
-    Megatron keeps fp32 master weights and, with ``--accumulate-allreduce-grads-in-fp32`` (which ``--bf16`` turns on),
-    reduces and accumulates in fp32. Here the shards themselves are the fp32 masters: units compute in bf16 and their
-    gradients are reduced in fp32, so no second copy is needed.
-    """
-    if not args.bf16:
-        return config
-    implied = {"param_dtype": config.param_dtype or "bf16", "reduce_dtype": config.reduce_dtype or "fp32"}
-    return config.model_copy(update=implied)
-
-
-def default_units(model: nn.Module) -> Sequence[str]:
-    """Return the fqns of Megatron's default units: layers, embeddings, rotary, and classes in ``_fsdp_modules``."""
-    classes = set(_DEFAULT_UNITS)
-    for module in model.modules():
-        classes.update(getattr(module, "_fsdp_modules", ()))
-    kinds = tuple(classes)
-    return [fqn for fqn, module in model.named_modules() if fqn and isinstance(module, kinds)]
-
-
-def tied_modules(model: nn.Module) -> list[Tie]:
-    """Return (embedding, output layer) of every language model that uses one weight for both.
-
-    Megatron's tied output layer holds no weight; it is handed the embedding's as an argument, gathered only while the
-    embedding's unit is.
-    """
-    return [
-        (f"{fqn}.embedding".lstrip("."), f"{fqn}.output_layer".lstrip("."))
-        for fqn, module in model.named_modules()
-        if getattr(module, "share_embeddings_and_output_weights", False)
-        and isinstance(getattr(module, "embedding", None), nn.Module)
-        and isinstance(getattr(module, "output_layer", None), nn.Module)
-    ]
-
-
-def tracker_states() -> RandomState:
-    """Return Megatron's tracked random states as one source for recomputation.
-
-    Attention dropout draws from the tracker, not from the default generator: without this the recomputed masks
-    differ and gradients are wrong while the loss is not.
-    """
-
-    def copy_of(state: Any) -> Any:
-        return state.clone_state() if isinstance(state, torch.Generator) else state
-
-    def get() -> dict[str, Any]:
-        return {name: copy_of(state) for name, state in get_cuda_rng_tracker().get_states().items()}
-
-    def put(states: dict[str, Any]) -> None:
-        # A copy, because the tracker writes advanced states into the mapping it is given.
-        get_cuda_rng_tracker().set_states({name: copy_of(state) for name, state in states.items()})
-
-    return RandomState(get, put)

@@ -46,15 +46,19 @@ def wrap_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         shards, whole = _split(grads, lambda grad: grad)
         if not shards:
             return original(whole, norm_type, *rest, **named)
-        norm = original(shards, norm_type, *rest, **named)
+        host = [grad for grad in shards if _on_host(grad)]
+        parts = [original([grad for grad in shards if not _on_host(grad)], norm_type, *rest, **named)]
         # Always asked, even without plain gradients: with tensor parallelism one rank may have some that its peer
         # leaves out as duplicates, and both take part in the sum over model-parallel ranks.
-        other = original(whole, norm_type, *rest, **named)
-        if float(other) == 0.0:
-            return norm
+        parts.append(original(whole, norm_type, *rest, **named))
+        if host:
+            parts.append(_host_norm(host, norm_type, *rest, **named))
+        others = [part for part in parts[1:] if float(part) != 0.0]
+        if not others:
+            return parts[0]
         if math.isinf(norm_type):
-            return max(norm, other)
-        return (norm**norm_type + other**norm_type) ** (1.0 / norm_type)
+            return max(parts[0], *others)
+        return sum(part**norm_type for part in (parts[0], *others)) ** (1.0 / norm_type)
 
     return get_grad_norm_fp32
 
@@ -91,6 +95,42 @@ def wrap_params_norm(original: Callable[..., Any]) -> Callable[..., Any]:
         return squares.item() ** 0.5
 
     return calc_params_l2_norm
+
+
+def wrap_clip(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``clip_grad_by_total_norm_fp32`` that scales gradients in host memory itself.
+
+    The original asserts that every gradient lies on a CUDA device.
+    """
+
+    @functools.wraps(original)
+    def clip_grad_by_total_norm_fp32(
+        parameters: Any, max_norm: float, total_norm: Any, *rest: Any, **named: Any
+    ) -> None:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        host = [param for param in params if param.grad is not None and _on_host(param.grad)]
+        factor = float(max_norm) / (float(total_norm) + 1.0e-6)
+        if host and factor < 1.0:
+            for param in host:
+                grad: Any = param.grad
+                (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor)
+        original([param for param in params if not any(param is h for h in host)], max_norm, total_norm, *rest, **named)
+
+    return clip_grad_by_total_norm_fp32
+
+
+def _on_host(grad: torch.Tensor) -> bool:
+    """Return whether ``grad`` was offloaded; in CPU mode, where tensors call themselves CUDA ones, none is."""
+    return grad.device.type == "cpu" and "cuda" not in grad.type()
+
+
+def _host_norm(
+    grads: Sequence[torch.Tensor], norm_type: float, grad_stats_parallel_group: dist.ProcessGroup | None = None
+) -> float:
+    total = power_sum(grads, norm_type)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    dist.all_reduce(total, op=op, group=grad_stats_parallel_group)
+    return total.item() if math.isinf(norm_type) else total.item() ** (1.0 / norm_type)
 
 
 def _split(tensors: Sequence[Any], grad_of: Callable[[Any], Any]) -> tuple[list[Any], list[Any]]:

@@ -9,8 +9,9 @@ from typing import Any
 
 from ..errors import PatchError
 from .arguments import add_arguments
-from .norms import wrap_count_zeros, wrap_data_parallel_group, wrap_grad_norm, wrap_params_norm
-from .patcher import Installation, Patch
+from .norms import wrap_clip, wrap_count_zeros, wrap_data_parallel_group, wrap_grad_norm, wrap_params_norm
+from .cpu import skip_if_compiled
+from .patcher import Installation, Patch, accepts
 from .patcher import install as install_patches
 from .startup import Startup, wrap_excepthook, wrap_initialize_distributed
 
@@ -47,6 +48,26 @@ def build_patches(startup: Startup) -> tuple[Patch, ...]:
             make=startup.wrap_validate_args,
             why="Reports every conflict at once, before Megatron's assertions name the first; switches to CPU mode.",
             remove_when="Never: the YAML's own conflicts stay ours.",
+        ),
+        Patch(
+            name="early-cpu",
+            targets=(
+                "megatron.training.initialize:initialize_megatron",
+                "megatron.training:initialize_megatron",
+                "megatron.training.training:initialize_megatron",
+            ),
+            make=startup.wrap_initialize_megatron,
+            why="Up to 0.17 initialize_megatron asserts a CUDA device before it parses the backend.",
+            remove_when="0.17 is no longer supported.",
+            applies=lambda: accepts("megatron.training.initialize:initialize_megatron", "parsed_args"),
+        ),
+        Patch(
+            name="dataset-helpers",
+            targets=("megatron.core.datasets.utils:compile_helpers",),
+            make=skip_if_compiled,
+            why="In wheels it runs make where no Makefile is, and ends the run although the helper is there.",
+            remove_when="Wheels ship the Makefile, or compile_helpers looks first.",
+            required=False,
         ),
         Patch(
             name="agreement",
@@ -101,6 +122,16 @@ def build_patches(startup: Startup) -> tuple[Patch, ...]:
             make=wrap_count_zeros,
             why="The same mistake as in the norm.",
             remove_when="count_zeros_fp32 groups gradients by mesh.",
+        ),
+        Patch(
+            name="clip",
+            targets=(
+                "megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+                "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
+            ),
+            make=wrap_clip,
+            why="The original asserts CUDA gradients; offloaded ones lie in host memory.",
+            remove_when="clip_grad_by_total_norm_fp32 takes CPU gradients.",
         ),
         Patch(
             name="params-norm",
@@ -161,8 +192,8 @@ def uninstall() -> None:
     """
     if _installed.patches is None or _installed.startup is None:
         return
+    _installed.startup.leave_cpu_mode()  # first: it may lie over our own names
     _installed.patches.uninstall()
-    _installed.startup.leave_cpu_mode()
     _installed.patches = _installed.startup = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -44,8 +45,7 @@ class Startup:
         @functools.wraps(original)
         def validate_args(args: Namespace, *rest: Any, **named: Any) -> Any:
             check_arguments(args)
-            if self._cpu_mode is None and cpu_mode_wanted(args.distributed_backend):
-                self._cpu_mode = enable_cpu()
+            self._enter_cpu_mode(args)
             tied = args.use_torch_fsdp2 and not args.untie_embeddings_and_output_weights
             if tied:
                 # Megatron asserts untied weights for FSDP2, because it would shard the two ends apart; our plan keeps
@@ -58,6 +58,30 @@ class Startup:
                     args.untie_embeddings_and_output_weights = False
 
         return validate_args
+
+    def wrap_initialize_megatron(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``initialize_megatron`` of 0.17 and older, which asks for a CUDA device before it parses.
+
+        Parsing early and handing the result over lets CPU mode begin before that question.
+        """
+
+        @functools.wraps(original)
+        def initialize_megatron(*rest: Any, **named: Any) -> Any:
+            bound = inspect.signature(original).bind(*rest, **named)
+            given = bound.arguments
+            if given.get("parsed_args") is None:
+                from megatron.training.arguments import parse_args
+
+                args = parse_args(given.get("extra_args_provider"), given.get("ignore_unknown_args", False))
+                given["parsed_args"] = args
+                self._enter_cpu_mode(args)
+            return original(*bound.args, **bound.kwargs)
+
+        return initialize_megatron
+
+    def _enter_cpu_mode(self, args: Namespace) -> None:
+        if self._cpu_mode is None and cpu_mode_wanted(args.distributed_backend):
+            self._cpu_mode = enable_cpu()
 
     def leave_cpu_mode(self) -> None:
         """Give back every name that CPU mode redirected (**in place**)."""

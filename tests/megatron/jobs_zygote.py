@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 GRACE_S = 3.0  # after one rank failed, how long the others get to fail as well
 DUMP_S = 1.0  # for writing the stack of a rank that hangs
-RENDEZVOUS_S = 30.0
+RENDEZVOUS_S = 60.0
 POLL_S = 0.005
 PRELOADED = (
     "megatron.training",
@@ -63,10 +64,10 @@ def _answer(answers: BinaryIO, message: dict[str, Any]) -> None:
 
 def _remember_docstrings() -> None:
     """Parse Megatron's sources once: its argument parser reads the docstrings of dataclasses anew in every job."""
-    from megatron.training import argument_utils, arguments
+    from megatron.training import arguments
 
-    factory = getattr(argument_utils, "ArgumentGroupFactory", None)
-    if factory is not None:
+    if importlib.util.find_spec("megatron.training.argument_utils"):  # Megatrons older than 0.17 have none
+        factory = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
         factory._get_field_docstrings = functools.cache(factory._get_field_docstrings)
         argv, sys.argv = sys.argv, sys.argv[:1]
         arguments.parse_args(ignore_unknown_args=True)

@@ -238,6 +238,15 @@ def test_mesh_of_cuda_devices_is_one_of_hosts(cpu: CpuMode) -> None:
     assert mesh.device_type == "cpu"
 
 
+def test_builds_without_nccl_get_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
+    with enable_cpu():
+        options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config.max_ctas = 4
+        assert (options.is_high_priority_stream, options.config.max_ctas) == (True, 4)
+    assert not hasattr(torch.distributed, "ProcessGroupNCCL")
+
+
 def test_device_answers(cpu: CpuMode) -> None:
     assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
     assert torch.cuda.get_device_properties(torch.device("cuda:0")).major == 8

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .check import CONFLICTS, NOTICES, check_conflicts, conflicts_table, find_conflicts, notices
+from .check import CONFLICTS, check_conflicts, conflicts_table, find_conflicts, notices
+from .notices import NOTICES
 from .row import Conflict, Flag, Situation, Text
 
 __all__ = [

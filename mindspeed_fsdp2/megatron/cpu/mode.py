@@ -76,7 +76,7 @@ def cpu_mode_wanted(distributed_backend: str) -> bool:
     if hasattr(torch, "npu") or importlib.util.find_spec("torch_npu") is not None:
         raise ConflictError(
             "--distributed-backend gloo: means training on CPU, but torch_npu is installed here. Write "
-            "--distributed-backend hccl (or npu:hccl,cpu:gloo), or use an environment without torch_npu."
+            "--distributed-backend npu:hccl,cpu:gloo, or use an environment without torch_npu."
         )
     return True
 

@@ -1,0 +1,56 @@
+"""The values that all ranks start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .device import current_device
+
+
+def broadcast_whole(tensors: Iterable[torch.Tensor], device_type: str, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of ``group`` the first rank's values of ``tensors`` (**in place**, **collective**)."""
+    device = current_device(device_type)
+    for tensor in tensors:
+        _broadcast(tensor.detach(), device, group)
+
+
+def equalise_whole(
+    root: nn.Module, ignored: Sequence[nn.Module], device: torch.device, group: dist.ProcessGroup | None
+) -> None:
+    """Give every rank the first rank's values of what is not sharded: ignored parameters and all buffers.
+
+    Args:
+        root: The model.
+        ignored: Its modules whose parameters stay whole.
+        device: This rank's device.
+        group: All data-parallel ranks.
+    """
+    whole: dict[int, torch.Tensor] = {id(t): t for module in ignored for t in module.parameters()}
+    whole.update({id(t): t for t in root.buffers() if not t.is_meta})
+    broadcast_whole(whole.values(), device.type, group)
+
+
+def equalise_shards(root: nn.Module, replicas: dist.ProcessGroup) -> None:
+    """Give every replica the first replica's shards, whatever the ranks' seeds were (**in place**, **collective**)."""
+    for param in root.parameters():
+        if isinstance(param, DTensor):
+            local = param.to_local().detach()
+            _broadcast(local, local.device, replicas)
+
+
+def _broadcast(tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    if dist.get_world_size(group) == 1 or tensor.numel() == 0:
+        return
+    for dim, (stride, size) in enumerate(zip(tensor.stride(), tensor.shape)):
+        if stride == 0 and size > 1:  # an expanded buffer, whose copies are one element in memory
+            tensor = tensor.narrow(dim, 0, 1)
+    buffer = tensor.to(device).contiguous()
+    # As bytes, because no backend takes every dtype a buffer may have.
+    dist.broadcast(buffer.flatten().view(torch.uint8), group=group, group_src=0)
+    if buffer is not tensor:
+        tensor.copy_(buffer)
