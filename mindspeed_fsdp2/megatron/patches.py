@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import PatchError
 from .arguments import add_arguments
-from .norms import wrap_clip, wrap_count_zeros, wrap_data_parallel_group, wrap_grad_norm, wrap_params_norm
 from .cpu import skip_if_compiled
+from .norms import wrap_clip, wrap_count_zeros, wrap_data_parallel_group, wrap_grad_norm, wrap_params_norm
 from .patcher import Installation, Patch, accepts
 from .patcher import install as install_patches
 from .startup import Startup, wrap_excepthook, wrap_initialize_distributed
