@@ -27,7 +27,7 @@ if [ -n "$text" ] && [ ! -f "$text" ]; then echo "quickstart: --text: there is n
 
 . scripts/venv.sh
 make_venv "$PWD/.venv" megatron
-"$PYTHON" -m mindspeed_fsdp2.cli check "$config" > /dev/null
+"$(dirname "$PYTHON")/mindspeed-fsdp2" check "$config" > /dev/null
 
 mkdir -p "$out"
 rm -rf "$out/checkpoint"
