@@ -5,17 +5,23 @@ Nothing else in the package imports an underscore name of torch. Remove an entry
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
+from typing import Any
 
 # Flattening call arguments: torch has no public pytree module (as of 2.14), and Hugging Face output classes
 # register themselves with this one only.
 # Casting inputs and outputs: fully_shard uses this walk for its own casts, so ours reaches the same tensors
 # (dataclasses, named tuples, packed sequences).
+# Classes of units: fully_shard keeps the class it makes for each module class here, and has no hook for another one.
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["TreeSpec", "apply_to_tensors", "queue_callback", "tree_flatten", "tree_unflatten"]
+__all__ = ["TreeSpec", "apply_to_tensors", "prepare_unit_class", "queue_callback", "tree_flatten", "tree_unflatten"]
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -24,3 +30,25 @@ def queue_callback(callback: Callable[[], None]) -> None:
     FSDP and DDP use the same door; no hook of the public API opens then.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def prepare_unit_class(kind: type[nn.Module]) -> None:
+    """Let ``fully_shard`` turn modules of class ``kind`` into units where Python would refuse the class it makes.
+
+    It derives ``FSDPModule`` and ``kind``, in this order, and assigns the result to the module's ``__class__``. Python
+    compares where the two classes first get a ``__dict__``: ``nn.Module`` in most, but a class of its own where the
+    first base has none (Megatron's routers derive ``ABC`` before ``nn.Module``). A new class at that place mends it.
+    """
+    first: Any = kind
+    while first.__base__.__dictoffset__:
+        first = first.__base__
+    if first.__base__ is object or kind in cls_to_fsdp_cls:
+        return
+    start = types.new_class(first.__name__, (first.__base__,))
+    # As in torch's own class: no copies, and an object made from it (a slice, say) is one of the original class.
+    own = {"__deepcopy__": _refuse_deepcopy, "__new__": lambda _cls, *args, **kwargs: kind(*args, **kwargs)}
+    cls_to_fsdp_cls[kind] = type(f"FSDP{kind.__name__}", (start, FSDPModule, kind), own)
+
+
+def _refuse_deepcopy(self: nn.Module, _memo: Any) -> Any:
+    raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied.")

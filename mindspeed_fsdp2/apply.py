@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ._torch_private import prepare_unit_class
 from .casts import apply_exact_outputs, apply_input_casts, apply_output_casts
 from .device import current_device
 from .errors import PlanError
@@ -156,6 +157,8 @@ def _shard_units(
             _store_in(unit.stored_dtype, members, ignored_params)
         if unit.fqns != ("",):  # left to torch, the root stays gathered from its forward to its backward
             options["reshard_after_forward"] = unit.reshard
+        for member in members:
+            prepare_unit_class(type(member))
         fully_shard(members if len(members) > 1 else members[0], **options)
 
 

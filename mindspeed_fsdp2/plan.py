@@ -149,15 +149,19 @@ def build_plan(
     overrides = selector.overrides()
     if problems:  # what follows reads the selections
         raise ConfigError("\n".join(_in_file_order(problems)))
-    ties = [*find_ties(index), *(host_ties(index.root) if host_ties is not None else ())]
-    groups, tie_notices = merge_ties(groups, ties, ignored)
+    where = config.where("sub_modules_to_wrap")
+    owned = assign_parameters(order_units(groups, ignored, index, where), ignored, index)
+    tie_notices: list[str] = []
+    if owned.shared or host_ties is not None:
+        ties = [*find_ties(index), *(host_ties(index.root) if host_ties is not None else ())]
+        groups, tie_notices = merge_ties(groups, ties, ignored)
+        if tie_notices:
+            owned = assign_parameters(order_units(groups, ignored, index, where), ignored, index)
     settings = selector.settings(groups, overrides)
     if problems:
         raise ConfigError("\n".join(_in_file_order(problems)))
-    ordered = order_units(groups, ignored, index, config.where("sub_modules_to_wrap"))
-    owned = assign_parameters(ordered, ignored, index)
     notices = [*config.notices, *tie_notices, *check_parameters(owned, config, stored_dtype)]
-    recomputed = [" + ".join(unit) for unit in units_below(recompute, ordered)]
+    recomputed = [" + ".join(unit) for unit in units_below(recompute, owned.units)]
     if recomputed and config.num_to_forward_prefetch:
         notices.append(
             f"{config.where('num_to_forward_prefetch')}: nothing is gathered ahead from {some(recomputed)}: they lie "

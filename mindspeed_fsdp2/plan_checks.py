@@ -103,16 +103,33 @@ def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], 
     inherited: dict[str, tuple[str, ...] | None] = {}  # by name; None: an ignored module, or below one
     holds: set[str] = set()
     seen: dict[int, tuple[str, ...] | None] = {}
+    modules, ignored_params, roots = index.modules, owned.ignored, owned.root_leaves
     # Every name counts: FSDP reaches a shared module from each of its parents, whichever name came first.
+    # Models have tens of thousands of modules, so this loop does for each only what it must.
     for name, fqn in index.first_name.items():
         around = inherited[name.rpartition(".")[0]] if name else ROOT
         owner = None if around is None or fqn in skip else unit_of.get(fqn, around)
         inherited[name] = owner
-        module = index.modules[fqn]
-        if name == fqn and module._buffers:
+        module = modules[fqn]
+        if module._buffers and name == fqn:
             owned.buffers.update((f"{fqn}.{leaf}", b) for leaf, b in module._buffers.items() if b is not None)
-        params = module._parameters
-        if not params or all(param is None for param in params.values()):
+        if not module._parameters:
+            continue
+        mine = ignored_params if owner is None else owned.units[owner]
+        direct = False
+        for leaf, param in module._parameters.items():
+            if param is None:
+                continue
+            direct = True
+            if name != fqn:
+                break
+            key = id(param)
+            if key not in seen:
+                seen[key] = owner
+                mine[f"{fqn}.{leaf}" if fqn else leaf] = param
+            elif seen[key] != owner:
+                owned.shared.append((f"{fqn}.{leaf}", _owner_name(seen[key]), _owner_name(owner)))
+        if not direct:
             continue
         outer = name
         while outer not in holds:
@@ -121,18 +138,8 @@ def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], 
         if name != fqn:
             if owner != inherited[fqn]:
                 owned.shared_modules.append((name, fqn, _owner_name(inherited[fqn]), _owner_name(owner)))
-            continue
-        if fqn and owner == ROOT:
-            owned.root_leaves.append(fqn)
-        for leaf, param in params.items():
-            if param is None:
-                continue
-            full = f"{fqn}.{leaf}" if fqn else leaf
-            if id(param) not in seen:
-                seen[id(param)] = owner
-                (owned.ignored if owner is None else owned.units[owner])[full] = param
-            elif seen[id(param)] != owner:
-                owned.shared.append((full, _owner_name(seen[id(param)]), _owner_name(owner)))
+        elif fqn and owner == ROOT:
+            roots.append(fqn)
     owned.parameterless = [fqn for fqn in index.modules if fqn and fqn not in holds]
     return owned
 
@@ -186,6 +193,9 @@ def check_parameters(owned: Ownership, config: FSDP2Config, stored_dtype: torch.
 
 
 def _check_unit(unit: str, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    sound = all(p.is_contiguous() and p.dim() and not p.is_meta for p in params.values())
+    if sound and len({p.dtype for p in params.values() if p.requires_grad}) <= 1:
+        return  # models have tens of thousands of parameters, nearly all of them fine
     if meta := [n for n, p in params.items() if p.is_meta]:
         yield (
             f"{unit}: these parameters are on the meta device: {some(meta)}. Initialising from meta is not supported "
@@ -217,9 +227,14 @@ def layout_of(owned: Ownership) -> str:
     buffers and ignored parameters are broadcast at start.
     """
     parts: list[str] = []
+    kinds: dict[tuple[torch.Size, torch.dtype, bool], str] = {}  # few different ones, and their text is slow to make
     for owner, params in (*owned.units.items(), (None, owned.ignored)):
         parts.append(_owner_name(owner))
-        parts += [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in params.items()]
+        for name, param in params.items():
+            kind = (param.shape, param.dtype, param.requires_grad)
+            if kind not in kinds:
+                kinds[kind] = str(kind)
+            parts.append(f"{name} {kinds[kind]}")
     parts += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in owned.buffers.items()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

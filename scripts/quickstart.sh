@@ -29,14 +29,14 @@ if [ -n "$text" ] && [ ! -f "$text" ]; then echo "quickstart: --text: there is n
 make_venv "$PWD/.venv" megatron
 "$(dirname "$PYTHON")/mindspeed-fsdp2" check "$config" > /dev/null
 
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 mkdir -p "$out"
 rm -rf "$out/checkpoint"
 echo "Making the data set ..."
-"$PYTHON" examples/make_dataset.py "$out/data/bytes" ${text:+--text "$text"} > "$out/data.log"
+"$PYTHON" examples/make_dataset.py "$out/data/bytes" ${text:+--text "$text"} > "$out/data.log" 2> "$out/data.err" || { cat "$out/data.err" >&2; exit 1; }
 cat "$out/data.log"
 
 echo "Training on two ranks; the log is $out/train.log ..."
-export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES="" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}"
 if ! "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node 2 examples/pretrain_gpt.py \
     --use-torch-fsdp2 --fsdp2-config-path "$config" --distributed-backend gloo \
     --num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 \

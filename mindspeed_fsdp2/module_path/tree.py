@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from .index_group import format_spans, index_spans, is_index
 
@@ -19,6 +20,9 @@ def nearest(text: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
         limit: How many to return at most.
     """
     return difflib.get_close_matches(text, list(candidates), n=limit, cutoff=0.6)
+
+
+_NO_CHILDREN: Mapping[str, str] = MappingProxyType({})
 
 
 class ModuleTree:
@@ -38,20 +42,25 @@ class ModuleTree:
         Raises:
             ValueError: A name comes before its parent, so no path could ever reach it.
         """
-        self._children: dict[str, dict[str, str]] = {"": {}}
+        self._children: dict[str, dict[str, str]] = {}  # leaves, most of all modules, have no entry
+        self._names: dict[str, None] = {"": None}
         for fqn in fqns:
             if not fqn:
                 continue
             parent, _, name = fqn.rpartition(".")
             siblings = self._children.get(parent)
             if siblings is None:
-                raise ValueError(f"module {fqn!r} comes before {parent!r}. Pass names in the order of named_modules().")
+                if parent not in self._names:
+                    raise ValueError(
+                        f"module {fqn!r} comes before {parent!r}. Pass names in the order of named_modules()."
+                    )
+                siblings = self._children[parent] = {}
             siblings[name] = fqn
-            self._children.setdefault(fqn, {})
-        self.fqns: tuple[str, ...] = tuple(fqn for fqn in self._children if fqn)
+            self._names[fqn] = None
+        self.fqns: tuple[str, ...] = tuple(fqn for fqn in self._names if fqn)
 
     def __contains__(self, fqn: str) -> bool:
-        return fqn in self._children
+        return fqn in self._names
 
     def children(self, fqn: str) -> Mapping[str, str]:
         """Return the direct children of ``fqn`` as name -> fqn, in model order; empty for a leaf.
@@ -59,7 +68,9 @@ class ModuleTree:
         Raises:
             KeyError: The model has no module ``fqn``.
         """
-        return self._children[fqn]
+        if fqn not in self._names:
+            raise KeyError(fqn)
+        return self._children.get(fqn, _NO_CHILDREN)
 
     def describe_children(self, fqn: str) -> str:
         """Return one sentence for an error message that says what lies below ``fqn``."""

@@ -36,9 +36,8 @@ class Seen:
 
 
 def _dtypes(settings: dict[str, Any], stored: torch.dtype = FP32) -> Seen:
-    model = wrap_model(
-        Chain().to(stored), {"sharding_size": "auto", "sub_modules_to_wrap": ["blocks.{*}"], **settings}
-    )
+    base = {"sharding_size": "auto", "sub_modules_to_wrap": ["blocks.{*}"], "check_unit_order": False}
+    model = wrap_model(Chain().to(stored), {**base, **settings})
     seen = Seen()
 
     def note(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
@@ -123,6 +122,18 @@ class Turned(nn.Module):
         return hidden + torch.tanh(self.proj(hidden)) * torch.cos(given).to(hidden.dtype)
 
 
+class Outer(nn.Module):
+    """A layer around a unit of its own."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = Turned(seen)
+
+    def forward(self, hidden: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """Pass everything on."""
+        return self.inner(hidden, angles)
+
+
 class Turning(nn.Module):
     """Passes angles to two layers in the way that ``how`` says."""
 
@@ -132,7 +143,7 @@ class Turning(nn.Module):
         self.how = how
         self.embedding = nn.Linear(WIDTH, WIDTH, bias=False)
         self.rotary = Rotary(WIDTH)
-        self.layers = nn.ModuleList(Turned(seen) for _ in range(2))
+        self.layers = nn.ModuleList(Outer(seen) if how == "nested" else Turned(seen) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the scalar loss for ``x`` of shape ``(1, LENGTH, WIDTH)``."""
@@ -155,7 +166,7 @@ def _angles(how: str, settings: dict[str, Any]) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     model = wrap_model(
         Turning(how, seen),
-        {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}"], "param_dtype": "bf16", **settings},
+        {"sharding_size": "auto", "sub_modules_to_wrap": ["layers.{*}", "Turned"], "param_dtype": "bf16", **settings},
     )
     model(torch.randn(1, LENGTH, WIDTH)).backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -179,6 +190,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
         ("by hand", ["angles"], True),
         ("by hand", ["freqs"], False),
         ("module", [], True),  # the output of a module without parameters, passed by position
+        ("nested", [], True),  # the same, through a recomputed module to a unit inside
     ],
 )
 def test_keep_input_dtype(ranks2: RankPool, how: str, keep: list[str], exact: bool, kind: str) -> None:

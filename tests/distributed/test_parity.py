@@ -181,7 +181,9 @@ def check_close(worst: dict[str, float]) -> None:
     assert worst["param"] <= 1e-4  # AdamW divides by small second moments
 
 
-@pytest.mark.parametrize("settings", [{}, {"sharding_size": 1}, {**AHEAD}], ids=["ZeRO-3", "sharding_size 1", "prefetch"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"sharding_size": 1}, {**AHEAD}], ids=["ZeRO-3", "sharding_size 1", "prefetch"]
+)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recompute_draws_the_same_dropout(twin2: Twin, settings: dict[str, Any], use_reentrant: bool) -> None:
     options = {"dropout": 0.4}
@@ -229,9 +231,7 @@ def _locals(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("pool", "size"), [("ranks2", 1), ("ranks4", 1), ("ranks4", 2)])
-def test_replicas_start_and_stay_equal_whatever_the_seeds(
-    pool: str, size: int, request: pytest.FixtureRequest
-) -> None:
+def test_replicas_start_and_stay_equal_whatever_the_seeds(pool: str, size: int, request: pytest.FixtureRequest) -> None:
     results: list[Shards] = request.getfixturevalue(pool).run(_replicas, size)
     for rank, result in enumerate(results):
         first = results[rank % size]

@@ -156,7 +156,7 @@ def _fault() -> tuple[str, str]:
 
     try:
         return "value", str(agree(build_something, str, None, "thing"))
-    except Exception as error:
+    except (KeyError, FSDP2Error) as error:
         return type(error).__name__, str(error)
 
 

@@ -192,9 +192,7 @@ def _members_cast() -> list[torch.dtype]:
     forward = model.norm.forward
     model.norm.forward = lambda x: forward(x).float()  # hands fp32 on, as Megatron's norms may
     model.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    wrap_model(
-        model, {"sharding_size": "auto", "sub_modules_to_wrap": [["norm", "head"]], "param_dtype": "bf16"}
-    )
+    wrap_model(model, {"sharding_size": "auto", "sub_modules_to_wrap": [["norm", "head"]], "param_dtype": "bf16"})
     model.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     model(inputs(), True).backward()
     return seen

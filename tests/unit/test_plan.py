@@ -80,7 +80,9 @@ def test_units_in_order_of_application(units: list[Any], expected: list[str]) ->
 
 
 def test_units_of_several_modules_may_cross_units_around_and_inside() -> None:
-    names = units_of(plan_of(build(), [["layers.0.up", "layers.1.up"], "layers.0", "layers.1", ["norm", "layers.2.up"]]))
+    names = units_of(
+        plan_of(build(), [["layers.0.up", "layers.1.up"], "layers.0", "layers.1", ["norm", "layers.2.up"]])
+    )
     assert names[-1] == "(root)"
     assert set(names[:-1]) == {"layers.0.up + layers.1.up", "layers.0", "layers.1", "norm + layers.2.up"}
     assert names.index("layers.0.up + layers.1.up") < min(names.index("layers.0"), names.index("layers.1"))
@@ -128,11 +130,30 @@ def test_shared_module_is_sharded_before_every_unit_around_it() -> None:
     assert {unit.name: unit.numel for unit in plan.units} == {"shared": 36, "decoder": 20, "encoder": 20, "(root)": 0}
 
 
-def test_tied_parameters_may_stay_in_one_unit() -> None:
+@pytest.mark.parametrize(
+    ("units", "notices"),
+    [
+        (["layers.{*}", ["embedding", "head"]], 0),
+        (["layers.{*}", "embedding", "head"], 1),
+        (["layers.{*}", "head"], 1),
+    ],
+)
+def test_tied_parameters_end_in_one_unit(units: list[Any], notices: int) -> None:
     model = build()
     model.head.weight = model.embedding.weight
-    plan = plan_of(model, ["layers.{*}", ["embedding", "head"]])
+    plan = plan_of(model, units)
     assert {unit.name: unit.numel for unit in plan.units}["embedding + head"] == 33 * 16  # counted once
+    text = "'embedding' and 'head' share a weight: they are sharded as one unit [embedding, head]."
+    assert plan.notices == (text,) * notices
+
+
+def test_trainable_ignored_parameters_are_told() -> None:
+    plan = plan_of(build(), [], ignored_modules=["norm"])
+    assert plan.whole_trainable == ("norm.weight", "norm.bias")
+    assert plan.notices == (
+        "ignored_modules: trainable parameters stay whole on every rank: norm.weight, norm.bias. "
+        "Their gradients are averaged over all data-parallel ranks in each backward.",
+    )
 
 
 def test_modules_holding_only_a_shared_module_have_parameters() -> None:

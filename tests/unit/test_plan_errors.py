@@ -136,15 +136,6 @@ def test_units_inside_ignored_modules() -> None:
     ]
 
 
-def test_trainable_ignored_parameters() -> None:
-    assert message(PlanError, build(), [], ignored_modules=["layers.{1-2}"]) == (
-        "ignored_modules: these parameters are trainable: layers.1.norm.weight, layers.1.norm.bias, "
-        "layers.1.up.weight, layers.1.up.bias, layers.1.down.weight, layers.1.down.bias, layers.2.norm.weight, "
-        "layers.2.norm.bias and 4 more. Trainable ignored parameters are not supported yet, since nobody would "
-        "average their gradients. Freeze them (requires_grad_(False)) or do not ignore their modules."
-    )
-
-
 def test_parameters_that_cannot_be_sharded() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2, device="meta"))
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
@@ -165,18 +156,9 @@ def test_frozen_parameters_may_have_another_dtype() -> None:
     assert plan_of(model, []).units[0].stored_dtype == torch.float32
 
 
-def test_tied_parameter_in_two_units() -> None:
-    model = build()
+def test_tied_parameter_with_one_end_ignored() -> None:
+    model = build().requires_grad_(False)
     model.head.weight = model.embedding.weight
-    advice = (
-        "FSDP2 needs both ends in one unit: nest the two modules in one entry of sub_modules_to_wrap, or leave both "
-        "to the root."
-    )
-    text = f"parameter 'head.weight' is shared by unit [embedding] and unit [head]. {advice}"
-    assert message(PlanError, model, ["embedding", "head"]) == text
-    text = f"parameter 'head.weight' is shared by unit [embedding] and the root unit. {advice}"
-    assert message(PlanError, model, ["embedding"]) == text
-    model.requires_grad_(False)
     text = "parameter 'head.weight' is shared by an ignored module and the root unit. Ignore both modules or none."
     assert message(PlanError, model, [], ignored_modules=["embedding"]) == text
 
