@@ -19,9 +19,8 @@ from .device import current_device
 from .errors import PlanError
 from .guards import UnitOrderCheck, explain_sharded_use, mark_replaced, refuse_deepcopy, watch_optimizers
 from .mesh import replicate_group
-from .model_index import below_wrappers
 from .param_attrs import kept_param_attrs
-from .plan import FSDP2Plan
+from .plan import FSDP2Plan, below_wrappers
 from .policies import build_offload, build_precision, to_dtype
 from .prefetch import PrefetchRecorder
 from .recompute import apply_recompute

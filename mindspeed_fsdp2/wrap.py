@@ -18,9 +18,7 @@ from .config import FSDP2Config, load_config
 from .device import check_device_type, find_device_type
 from .errors import ConfigError, PlanError
 from .mesh import build_mesh
-from .plan import FSDP2Plan, build_plan
-from .plan_select import DefaultUnits
-from .plan_ties import Tie
+from .plan import DefaultUnits, FSDP2Plan, Tie, build_plan
 from .rng import RandomState, random_states
 from .start_values import broadcast_whole
 

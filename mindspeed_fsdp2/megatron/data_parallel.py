@@ -19,7 +19,7 @@ from ..accumulation import accumulate
 from ..apply import Sharded
 from ..config import load_config
 from ..errors import CheckpointError, ConflictError
-from ..model_index import below_wrappers
+from ..plan import below_wrappers
 from ..wrap import Host, shard_model
 from .model_facts import default_units, effective_config, tied_modules, tracker_states
 from .startup import CHECKED, megatron_device_type

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from ..config import FSDP2Config
-from ..plan_ties import Tie
+from ..plan import Tie
 from ..rng import RandomState
 
 _DEFAULT_UNITS = (TransformerLayer, LanguageModelEmbedding, RotaryEmbedding)

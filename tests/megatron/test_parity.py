@@ -37,7 +37,7 @@ class Runs:
 
     def fsdp2(self, row: Row) -> JobResult:
         argv = [*row.argv(self.data), "--use-torch-fsdp2", "--fsdp2-config-path", str(config_of(row, self.folder))]
-        return self._run(row, [*argv, "--ckpt-format", "torch_dcp"], plugin=True)
+        return self._run(row, argv, plugin=True)
 
     def reference(self, row: Row) -> JobResult:
         if row.against:

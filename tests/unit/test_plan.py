@@ -264,6 +264,7 @@ FSDP2 plan
   input cast     to bf16 by units only (an ignored module has another dtype), except freqs
   after forward  keep gathered (ZeRO-2); the root stays gathered until its backward
   prefetch       forward 0, backward 2 (execution order: assumed from registration until recorded)
+  accumulation   every_microbatch reduces (last_microbatch: 6 reduce-scatters fewer per further micro-batch, 15.1 KiB more per rank)
   ignored        embedding
   recompute      layers.{0-2}.norm (non-reentrant)"""
 
@@ -276,7 +277,8 @@ FSDP2 plan
   precision      compute as stored, reduce as stored, output unchanged
   input cast     off
   after forward  reshard to 2 ranks; the root stays gathered until its backward
-  prefetch       forward 0, backward 0 (execution order: assumed from registration until recorded)"""
+  prefetch       forward 0, backward 0 (execution order: assumed from registration until recorded)
+  accumulation   every_microbatch reduces (last_microbatch: 1 reduce-scatters fewer per further micro-batch, 15.0 KiB more per rank)"""
 
 
 def test_printed_plan() -> None:

@@ -9,10 +9,10 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from .config import FSDP2Config, Override
-from .errors import ModulePathError
-from .model_index import ModelIndex
-from .policies import to_dtype
+from ..config import FSDP2Config, Override
+from ..errors import ModulePathError
+from ..policies import to_dtype
+from .index import ModelIndex
 
 DefaultUnits = Callable[[nn.Module], Sequence[str]]
 

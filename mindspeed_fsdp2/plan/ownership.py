@@ -1,25 +1,20 @@
-"""Which unit owns which parameter, in which order units are sharded, and what FSDP2 cannot hold."""
+"""Which unit owns which parameter, and in which order units are sharded."""
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from .config import FSDP2Config
-from .errors import PlanError
-from .model_index import ModelIndex
-from .policies import to_dtype
+from ..errors import PlanError
+from .index import ModelIndex
 
 ROOT = ("",)
 IGNORED = "an ignored module"
-_NAMED_AT_MOST = 8
 
 
 @dataclass
@@ -128,7 +123,7 @@ def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], 
                 seen[key] = owner
                 mine[f"{fqn}.{leaf}" if fqn else leaf] = param
             elif seen[key] != owner:
-                owned.shared.append((f"{fqn}.{leaf}", _owner_name(seen[key]), _owner_name(owner)))
+                owned.shared.append((f"{fqn}.{leaf}", owner_name(seen[key]), owner_name(owner)))
         if not direct:
             continue
         outer = name
@@ -137,106 +132,11 @@ def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], 
             outer = outer.rpartition(".")[0]
         if name != fqn:
             if owner != inherited[fqn]:
-                owned.shared_modules.append((name, fqn, _owner_name(inherited[fqn]), _owner_name(owner)))
+                owned.shared_modules.append((name, fqn, owner_name(inherited[fqn]), owner_name(owner)))
         elif fqn and owner == ROOT:
             roots.append(fqn)
     owned.parameterless = [fqn for fqn in index.modules if fqn and fqn not in holds]
     return owned
-
-
-def check_parameters(owned: Ownership, config: FSDP2Config, stored_dtype: torch.dtype | None) -> list[str]:
-    """Return notices about the parameters of every unit.
-
-    Raises:
-        PlanError: Parameters that FSDP2 cannot shard; all of them.
-    """
-    if sharded := [n for params in owned.units.values() for n, p in params.items() if isinstance(p, DTensor)]:
-        raise PlanError(
-            f"model: these parameters are sharded already: {some(sharded)}. "
-            "Wrap a model once, before anything shards it."
-        )
-    problems = [
-        f"parameter {name!r} is shared by {first} and {second}. "
-        + (
-            "Ignore both modules or none."
-            if IGNORED in (first, second)
-            else "FSDP2 needs both ends in one unit: nest the two modules in one entry of sub_modules_to_wrap, or "
-            "leave both to the root."
-        )
-        for name, first, second in owned.shared
-    ]
-    problems += [
-        f"module {fqn!r} is also {name!r} and so belongs to {first} and to {second}. "
-        f"Add {fqn!r} to {'ignored_modules' if IGNORED in (first, second) else 'sub_modules_to_wrap'}."
-        for name, fqn, first, second in owned.shared_modules
-    ]
-    for unit, params in owned.units.items():
-        problems.extend(_check_unit(_owner_name(unit), params))
-    if problems:
-        raise PlanError("\n".join(problems))
-    stored = {stored_dtype or p.dtype for params in owned.units.values() for p in params.values() if p.requires_grad}
-    notices = []
-    if trainable := [name for name, param in owned.ignored.items() if param.requires_grad]:
-        notices.append(
-            f"{config.where('ignored_modules')}: trainable parameters stay whole on every rank: {some(trainable)}. "
-            "Their gradients are averaged over all data-parallel ranks in each backward."
-        )
-    low = {d for d in stored if d.is_floating_point and d.itemsize < 4}
-    if low and to_dtype(config.param_dtype) in low:
-        names = ", ".join(sorted(str(d).removeprefix("torch.") for d in low))
-        notices.append(
-            f"trainable parameters are stored in {names}: the optimizer steps on {names} values and loses small "
-            "updates (at lr 1e-5 no weight moves). Load the model in float32; param_dtype alone sets the compute "
-            "precision."
-        )
-    return notices
-
-
-def _check_unit(unit: str, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    sound = all(p.is_contiguous() and p.dim() and not p.is_meta for p in params.values())
-    if sound and len({p.dtype for p in params.values() if p.requires_grad}) <= 1:
-        return  # models have tens of thousands of parameters, nearly all of them fine
-    if meta := [n for n, p in params.items() if p.is_meta]:
-        yield (
-            f"{unit}: these parameters are on the meta device: {some(meta)}. Initialising from meta is not supported "
-            "yet: build the model with real values."
-        )
-    if scalar := [n for n, p in params.items() if p.dim() == 0]:
-        yield (
-            f"{unit}: FSDP2 cannot shard the scalar parameter {some(scalar)}. Give it the shape (1,), "
-            "or freeze it and list its module in ignored_modules."
-        )
-    if strided := [n for n, p in params.items() if p.dim() and not p.is_meta and not p.is_contiguous()]:
-        yield f"{unit}: FSDP2 cannot shard the non-contiguous parameter {some(strided)}. Make it contiguous()."
-    dtypes: dict[str, list[str]] = {}
-    for name, param in params.items():
-        if param.requires_grad:
-            dtypes.setdefault(str(param.dtype).removeprefix("torch."), []).append(name)
-    if len(dtypes) > 1:
-        listed = "; ".join(f"{dtype}: {some(names)}" for dtype, names in sorted(dtypes.items()))
-        yield (
-            f"{unit}: trainable parameters of several dtypes in one unit ({listed}). "
-            "Cast them to one dtype before wrapping."
-        )
-
-
-def layout_of(owned: Ownership) -> str:
-    """Return a digest of all parameters and buffers: name, owner, shape, dtype and whether it is trainable.
-
-    Ranks with different layouts would run different collectives: gradients of frozen parameters are not reduced,
-    buffers and ignored parameters are broadcast at start.
-    """
-    parts: list[str] = []
-    kinds: dict[tuple[torch.Size, torch.dtype, bool], str] = {}  # few different ones, and their text is slow to make
-    for owner, params in (*owned.units.items(), (None, owned.ignored)):
-        parts.append(_owner_name(owner))
-        for name, param in params.items():
-            kind = (param.shape, param.dtype, param.requires_grad)
-            if kind not in kinds:
-                kinds[kind] = str(kind)
-            parts.append(f"{name} {kinds[kind]}")
-    parts += [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in owned.buffers.items()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def units_below(outer: Iterable[str], units: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -245,7 +145,8 @@ def units_below(outer: Iterable[str], units: Iterable[tuple[str, ...]]) -> list[
     return [unit for unit in units if any(a in around for fqn in unit if fqn for a in (*_ancestors(fqn), ""))]
 
 
-def _owner_name(owner: tuple[str, ...] | None) -> str:
+def owner_name(owner: tuple[str, ...] | None) -> str:
+    """Return how messages call a unit; None is an ignored module."""
     if owner is None:
         return IGNORED
     return "the root unit" if owner == ROOT else f"unit [{', '.join(owner)}]"
@@ -264,9 +165,3 @@ def _ancestors(fqn: str) -> Iterator[str]:
     while "." in fqn:
         fqn = fqn.rpartition(".")[0]
         yield fqn
-
-
-def some(names: Sequence[str]) -> str:
-    """Return the first few of ``names`` and how many more there are, for messages."""
-    more = len(names) - _NAMED_AT_MOST
-    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

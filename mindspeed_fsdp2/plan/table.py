@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from ..policies import to_dtype
+
 if TYPE_CHECKING:
     from .plan import FSDP2Plan, Unit
 
@@ -12,13 +14,14 @@ if TYPE_CHECKING:
 def plan_table(plan: FSDP2Plan) -> str:
     """Return ``plan`` as lines of text; units that differ by an index only share one line."""
     config = plan.config
-    rows = [("unit", "modules", "units", "parameters each", "stored")]
-    merged: dict[tuple[str, str, int, str], list[Unit]] = {}
+    rows = [("unit", "modules", "units", "parameters each", "stored", "")]
+    merged: dict[tuple[str, str, int, str, str], list[Unit]] = {}
     for unit in plan.assumed_order:
         stored = str(unit.stored_dtype).removeprefix("torch.") if unit.stored_dtype else "-"
-        merged.setdefault((_pattern(unit.name), unit.kind, unit.numel, stored), []).append(unit)
-    for (_, kind, numel, stored), units in merged.items():
-        rows.append((_collapse([u.name for u in units]), kind, str(len(units)), f"{numel:,}", stored))
+        key = (_pattern(unit.name), unit.kind, unit.numel, stored, _own_settings(unit, plan))
+        merged.setdefault(key, []).append(unit)
+    for (_, kind, numel, stored, own), units in merged.items():
+        rows.append((_collapse([u.name for u in units]), kind, str(len(units)), f"{numel:,}", stored, own))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["FSDP2 plan", f"  ranks          {_ranks(plan)}"]
     lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -30,12 +33,56 @@ def plan_table(plan: FSDP2Plan) -> str:
         f"  prefetch       forward {config.num_to_forward_prefetch}, backward {config.num_to_backward_prefetch} "
         "(execution order: assumed from registration until recorded)",
     ]
+    lines.append(f"  accumulation   {_accumulation(plan)}")
+    if config.offload_to_cpu:
+        lines.append(f"  offload        shards in host memory, {'pinned' if config.pin_memory else 'not pinned'}")
     if plan.ignored:
         lines.append(f"  ignored        {_collapse(plan.ignored)}")
     if plan.recompute:
         how = "reentrant" if config.use_reentrant else "non-reentrant"
         lines.append(f"  recompute      {_collapse(plan.recompute)} ({how})")
     return "\n".join(lines)
+
+
+def _own_settings(unit: Unit, plan: FSDP2Plan) -> str:
+    """Say what overrides change for one unit."""
+    if unit.fqns == ("",):
+        return ""
+    config = plan.config
+    usual = {
+        "compute": to_dtype(config.param_dtype),
+        "reduce": to_dtype(config.reduce_dtype),
+        "output": None,
+        "cast": config.cast_forward_inputs,
+        "reshard": config.reshard_after_forward,
+        "offload": config.offload_to_cpu,
+    }
+    own = {
+        "compute": unit.param_dtype,
+        "reduce": unit.reduce_dtype,
+        "output": unit.output_dtype,
+        "cast": unit.cast_inputs,
+        "reshard": unit.reshard,
+        "offload": unit.offload,
+    }
+    changed = [f"{key} {str(own[key]).removeprefix('torch.')}" for key in own if own[key] != usual[key]]
+    return ", ".join(changed)
+
+
+def _accumulation(plan: FSDP2Plan) -> str:
+    """Say what ``reduce_grads`` does, and what the other choice would save."""
+    scatters = held = 0
+    for unit in plan.units:
+        dtype = unit.reduce_dtype or unit.param_dtype or unit.stored_dtype
+        if unit.stored_dtype is not None and dtype is not None:
+            scatters += 1
+            held += unit.numel * dtype.itemsize
+    size = f"{held / 2**20:,.1f} MiB" if held >= 2**20 else f"{held / 2**10:,.1f} KiB"
+    if plan.config.reduce_grads == "every_microbatch":
+        other = f"last_microbatch: {scatters} reduce-scatters fewer per further micro-batch, {size} more per rank"
+    else:
+        other = f"every_microbatch: {size} less per rank, {scatters} reduce-scatters more per further micro-batch"
+    return f"{plan.config.reduce_grads} reduces ({other})"
 
 
 def _ranks(plan: FSDP2Plan) -> str:

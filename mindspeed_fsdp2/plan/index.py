@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .errors import ModulePathError, PlanError
-from .module_path import ModulePath, ModuleTree, nearest
+from ..errors import ModulePathError, PlanError
+from ..module_path import ModulePath, ModuleTree, nearest
 
 
 @dataclass(frozen=True)

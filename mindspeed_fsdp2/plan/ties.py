@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .model_index import ModelIndex
+from .index import ModelIndex
 
 Tie = tuple[str, str]  # the fqns of two modules that use one parameter
 
