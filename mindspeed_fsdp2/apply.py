@@ -127,7 +127,7 @@ def _guard(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    watch_optimizers()
+    watch_optimizers(root)
     refuse_deepcopy(root)
     explain_sharded_use({fqn or "the model": modules[fqn] for unit in plan.units for fqn in unit.fqns})
     gathering = {u.name: [modules[fqn] for fqn in u.fqns] for u in plan.units if u.numel and u.fqns != ("",)}

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ._torch_private import tree_flatten
 from .errors import FSDP2Error
 
 _REPLACED = "_mindspeed_fsdp2_replaced"
+_GATHERED = "_mindspeed_fsdp2_gathered"
 _MIXED = "mixed torch.Tensor and DTensor"
 _FIRST_FORWARDS = 20
 
@@ -101,27 +105,63 @@ def mark_replaced(params: Mapping[str, nn.Parameter]) -> None:
         setattr(param, _REPLACED, name)
 
 
-def watch_optimizers() -> None:
-    """Refuse, at its first step, an optimizer that was built before the model was wrapped.
+def watch_optimizers(root: nn.Module) -> None:
+    """Keep optimizers and gathered parameters apart for as long as ``root`` lives.
 
-    It would step on parameters the model no longer uses: nothing would be learnt, without any error.
+    An optimizer built before the model was wrapped, or between a forward and its backward, holds parameters that the
+    model drops: nothing would be learnt, without any error, so its first step is refused. And what a forward without
+    a backward left gathered is resharded before each step, or the next forward would use the old values.
+
+    Args:
+        root: The root unit's module, every unit sharded.
     """
-    checked: set[int] = set()
+    own = {id(param) for param in root.parameters()}
+    model = weakref.ref(root)
+    seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+    waits_for_backward = False
 
-    def check(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if id(optimizer) in checked:
-            return
-        checked.add(id(optimizer))
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        stale = [name for param in params if (name := getattr(param, _REPLACED, None)) is not None]
+    def backward_begins(_grad: torch.Tensor) -> None:
+        nonlocal waits_for_backward
+        waits_for_backward = False
+
+    def note_forward(module: nn.Module, _args: Any, output: Any) -> None:
+        nonlocal waits_for_backward
+        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        waits_for_backward = bool(tensors)
+        for tensor in tensors:
+            tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
+        if not any(seen.values()):  # once an optimizer is known to hold the right ones, no other is expected
+            for name, param in module.named_parameters():
+                if id(param) not in own:
+                    setattr(param, _GATHERED, name)
+
+    def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if optimizer not in seen:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            _refuse_stale(params)
+            seen[optimizer] = any(id(param) in own for param in params)
+        module = model()
+        if module is not None and seen[optimizer] and waits_for_backward:
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
+
+    root.register_forward_hook(note_forward)
+    weakref.finalize(root, register_optimizer_step_pre_hook(before_step).remove)
+
+
+def _refuse_stale(params: Sequence[nn.Parameter]) -> None:
+    for mark, when in (
+        (_REPLACED, "before the model was wrapped"),
+        (_GATHERED, "while parameters were gathered, after a forward without a backward,"),
+    ):
+        stale = [name for param in params if (name := getattr(param, mark, None)) is not None]
         if stale:
             more = f" and {len(stale) - 3} more" if len(stale) > 3 else ""
             raise FSDP2Error(
-                f"optimizer: it was built before the model was wrapped and steps on parameters that the model no "
-                f"longer uses: {', '.join(stale[:3])}{more}. Build the optimizer after wrap_model."
+                f"optimizer: it was built {when} and steps on parameters that the model no longer uses: "
+                f"{', '.join(stale[:3])}{more}. Build the optimizer right after wrap_model."
             )
-
-    register_optimizer_step_pre_hook(check)
 
 
 def explain_sharded_use(modules: Mapping[str, nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as optimizers
 
-from mindspeed_fsdp2 import wrap_model
+from mindspeed_fsdp2 import FSDP2Error, wrap_model
 from tests.distributed.chains import Chain, inputs
 from tests.distributed.models import build, tokens_of
 from tests.distributed.ranks import RankPool
@@ -97,6 +99,97 @@ def test_evaluation_with_reshard_to_fewer_ranks(ranks4: RankPool) -> None:
         for difference, moved in ranks4.run(_evaluate, settings, how):
             assert difference < 1e-6
             assert moved
+
+
+def _forward_between_backward_and_step(settings: dict[str, Any]) -> list[float]:
+    models = [wrap_model(build(), {"sharding_size": "auto", **settings}), build()]
+    losses = []
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            _token_loss(model, step).backward()
+            for param in model.parameters():
+                if not isinstance(param, DTensor):
+                    dist.all_reduce(param.grad)
+                    param.grad /= dist.get_world_size()
+            _token_loss(model, step + 50)  # in training mode, with gradients, as for a log line
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(_token_loss(model, 9).item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["ZeRO-3", "ZeRO-2", "root only", "sharding_size 1, ZeRO-2"])
+def test_forward_without_backward_leaves_no_old_values(ranks2: RankPool, name: str) -> None:
+    for ours, theirs in ranks2.run(_forward_between_backward_and_step, EVALUATED[name]):
+        assert ours == theirs
+
+
+def _optimizer_built_late(settings: dict[str, Any], when: str) -> str:
+    model = build()
+    if when == "before wrapping":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrap_model(model, {"sharding_size": "auto", **settings})
+    if when == "after a forward":
+        loss = _token_loss(model, 0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss.backward()
+    else:
+        _token_loss(model, 0).backward()
+    try:
+        optimizer.step()
+    except FSDP2Error as error:
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ZeRO-3", "stepped"),
+        (
+            "root only",
+            "optimizer: it was built while parameters were gathered, after a forward without a backward, and steps on "
+            "parameters that the model no longer uses: embedding.weight, layers.0.norm.weight, layers.0.norm.bias and "
+            "19 more. Build the optimizer right after wrap_model.",
+        ),
+        ("ZeRO-2", "root only"),
+    ],
+)
+def test_optimizer_built_between_forward_and_backward(ranks2: RankPool, name: str, text: str) -> None:
+    texts = ranks2.run(_optimizer_built_late, EVALUATED[name], "after a forward")
+    expected = text if text != "root only" else ranks2.run(_optimizer_built_late, EVALUATED[text], "after a forward")[0]
+    assert texts == [expected] * 2
+
+
+def test_optimizer_built_on_parameters_of_fewer_ranks(ranks4: RankPool) -> None:
+    settings = {"sub_modules_to_wrap": UNITS, "reshard_after_forward": 2}
+    for text in ranks4.run(_optimizer_built_late, settings, "after a forward"):
+        assert text.startswith("optimizer: it was built while parameters were gathered")
+
+
+def test_optimizer_built_before_wrapping(ranks2: RankPool) -> None:
+    assert (
+        ranks2.run(_optimizer_built_late, EVALUATED["ZeRO-3"], "before wrapping")
+        == [
+            "optimizer: it was built before the model was wrapped and steps on parameters that the model no longer uses: "
+            "embedding.weight, layers.0.norm.weight, layers.0.norm.bias and 19 more. "
+            "Build the optimizer right after wrap_model."
+        ]
+        * 2
+    )
+
+
+def _forgotten() -> int:
+    before = len(optimizers._global_optimizer_pre_hooks)
+    for _ in range(3):
+        wrap_model(build(), {"sharding_size": "auto", "sub_modules_to_wrap": []})
+    gc.collect()
+    return len(optimizers._global_optimizer_pre_hooks) - before
+
+
+def test_a_forgotten_model_takes_its_hook_along(ranks2: RankPool) -> None:
+    assert all(left <= 0 for left in ranks2.run(_forgotten))
 
 
 class Side(nn.Module):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 
 from tests.megatron.jobs import EXAMPLE, ROOT, JobResult, RankResult
 from tests.megatron.tiny import FLAGS
@@ -74,6 +75,7 @@ class Row:
         against: Name of the row whose FSDP2 run is the reference; empty for plain DDP.
         tolerance: What is allowed.
         script: The pretrain script.
+        env: Environment variables of both runs.
         slow: Whether it runs with ``--all`` only.
     """
 
@@ -89,6 +91,7 @@ class Row:
     against: str = ""
     tolerance: Tolerance = FP32
     script: Path = EXAMPLE
+    env: Mapping[str, str] = field(default_factory=dict)
     slow: bool = False
 
     def argv(self, data: str) -> list[str]:
@@ -218,6 +221,8 @@ MOE: Flags = {"num_experts": "4", "moe_router_topk": "2", "moe_aux_loss_coeff": 
 UNFUSED: Flags = {"no_bias_swiglu_fusion": None}  # whose warm-up cuts an odd width in halves
 LAST = {"reduce_grads": "last_microbatch"}
 RECOMPUTE = {"recompute_modules": [LAYERS]}
+SAMPLE: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "multimodal.yaml").read_text(encoding="utf-8"))
+SAMPLE_FP32 = {name: value for name, value in SAMPLE.items() if not name.endswith("_dtype")}
 PLAIN = {"use_reentrant": False}
 
 ROWS: dict[Text, tuple[Row, ...]] = {
@@ -712,6 +717,54 @@ ROWS: dict[Text, tuple[Row, ...]] = {
             tolerance=BF16,
         ),
     ),
+    Text("The documented sample: two towers", "文档示例：双塔模型"): (
+        Row(
+            "two-towers",
+            Text("configs/multimodal.yaml without its dtypes, fp32", "configs/multimodal.yaml 去掉数据类型，fp32"),
+            SAMPLE_FP32,
+            STEPS20,
+            whole=("image_encoder.",),
+            script=TWO_TOWER,
+        ),
+        Row(
+            "two-towers-fp32",
+            Text("configs/multimodal.yaml, --bf16, encoder in fp32", "configs/multimodal.yaml，--bf16，编码器为 fp32"),
+            "multimodal.yaml",
+            {"bf16": None, **STEPS20},
+            whole=("image_encoder.",),
+            tolerance=BF16,
+            script=TWO_TOWER,
+        ),
+        Row(
+            "two-towers-bf16",
+            Text("the same, encoder in bf16", "同上，编码器为 bf16"),
+            "multimodal.yaml",
+            {"bf16": None, **STEPS20},
+            whole=("image_encoder.",),
+            tolerance=BF16,
+            script=TWO_TOWER,
+            env={"ENCODER": "bfloat16"},
+        ),
+        Row(
+            "two-towers-frozen",
+            Text("frozen encoder, tied embeddings, SGD, no clipping", "编码器冻结，共享嵌入，SGD，不裁剪"),
+            SAMPLE_FP32,
+            SGD,
+            drop=UNTIE,
+            script=TWO_TOWER,
+            env={"FREEZE": "1"},
+        ),
+        Row(
+            "two-towers-hsdp",
+            Text("HSDP, 4 micro-batches, last_microbatch", "HSDP，4 个 micro-batch，last_microbatch"),
+            {**SAMPLE_FP32, **LAST, "sharding_size": 2},
+            MICRO4,
+            ranks=4,
+            whole=("image_encoder.",),
+            script=TWO_TOWER,
+            slow=True,
+        ),
+    ),
 }
 
 
@@ -722,8 +775,6 @@ def find(name: str) -> Row:
 
 def config_of(row: Row, folder: Path) -> Path:
     """Return the YAML file of ``row``, written to ``folder`` unless it is one of ``configs/``."""
-    import yaml
-
     if isinstance(row.yaml, str):
         return ROOT / "configs" / row.yaml
     path = folder / f"{row.name}.yaml"

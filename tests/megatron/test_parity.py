@@ -44,7 +44,7 @@ class Runs:
             other = find(row.against)
             return self._keep((row.against,), lambda: self.fsdp2(other))
         argv = row.argv(self.data)
-        return self._keep((*argv, row.specs, str(row.ranks), str(row.script)), lambda: self._run(row, argv, plugin=False))
+        return self._keep((*argv, row.specs, str(row.ranks), str(row.script), *row.env.values()), lambda: self._run(row, argv, plugin=False))
 
     def _keep(self, key, make) -> JobResult:  # type: ignore[no-untyped-def]
         if key not in self._kept:
@@ -53,7 +53,7 @@ class Runs:
 
     def _run(self, row: Row, argv: list[str], plugin: bool) -> JobResult:
         # Megatron asks for one connection where DDP meets tensor or context parallelism, and refuses it with FSDP2.
-        env = {"SPECS": row.specs, "CUDA_DEVICE_MAX_CONNECTIONS": "8" if plugin else "1"}
+        env = {**row.env, "SPECS": row.specs, "CUDA_DEVICE_MAX_CONNECTIONS": "8" if plugin else "1"}
         return self.jobs.run(argv, world_size=row.ranks, plugin=plugin, env=env, script=row.script, hook=HOOK)
 
 

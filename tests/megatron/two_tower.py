@@ -64,6 +64,7 @@ class TwoTower(MegatronModule):
             share_embeddings_and_output_weights=self.share_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type,
         )
+        self.pg_collection = self.text_decoder.pg_collection  # the training loop asks the outermost model
 
     def set_input_tensor(self, input_tensor):
         """Do nothing: there is one pipeline stage."""
