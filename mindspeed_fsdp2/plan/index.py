@@ -76,22 +76,35 @@ def build_index(model: nn.Module) -> ModelIndex:
     first_name: dict[str, str] = {}
     first_of: dict[int, str] = {}
     of_class: dict[type[nn.Module], list[str]] = {}
+
+    def visit(module: nn.Module, name: str) -> None:
+        # What named_modules(remove_duplicate=False) yields, without its chain of generators.
+        first = first_of.setdefault(id(module), name)
+        first_name[name] = first
+        if first == name:
+            modules[name] = module
+            of_class.setdefault(type(module), []).append(name)
+        if module._modules:
+            prefix = f"{name}." if name else ""
+            for child_name, child in module._modules.items():
+                if child is not None:
+                    visit(child, prefix + child_name)
+
     try:
-        for fqn, module in root.named_modules(remove_duplicate=False):
-            first = first_of.setdefault(id(module), fqn)
-            first_name[fqn] = first
-            if first == fqn:
-                modules[fqn] = module
-                of_class.setdefault(type(module), []).append(fqn)
+        visit(root, "")
     except RecursionError:
         raise PlanError("model: a module contains itself. FSDP2 needs a module tree without cycles.") from None
     classes: dict[str, list[str]] = {}
-    position = {fqn: n for n, fqn in enumerate(modules)}
     for kind, fqns in of_class.items():
-        for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
+        for name in {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}:
             others = classes.get(name)
-            classes[name] = sorted([*others, *fqns], key=position.__getitem__) if others else fqns
+            classes[name] = _in_order([*others, *fqns], modules) if others else fqns
     return ModelIndex(root, modules, first_name, ModuleTree(first_name), classes)
+
+
+def _in_order(fqns: list[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    position = {fqn: n for n, fqn in enumerate(modules)}
+    return sorted(fqns, key=position.__getitem__)
 
 
 def below_wrappers(model: nn.Module) -> nn.Module:

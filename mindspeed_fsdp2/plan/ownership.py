@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -49,6 +49,11 @@ def order_units(
     Raises:
         PlanError: A unit lies inside an ignored module, or two units of several modules enclose each other.
     """
+    position = {fqn: n for n, fqn in enumerate(index.modules)}
+    shared = len(index.first_name) > len(index.modules)
+    if not ignored and not shared and all(len(group) == 1 for group in groups):
+        # Registration order puts parents first, so its reverse puts nested units first.
+        return [*sorted(groups, key=lambda group: position[group[0]], reverse=True), ROOT]
     unit_of = {fqn: group for group in groups for fqn in group}
     around = _enclosing(unit_of, index)
     skip = set(ignored)
@@ -60,9 +65,17 @@ def order_units(
     ]
     if problems:
         raise PlanError("\n".join(problems))
-    position = {fqn: n for n, fqn in enumerate(index.modules)}
-    # Registration order puts parents first, so its reverse puts nested units first; units of several modules and
-    # shared modules need the sort, since they can lie inside another unit that was registered later.
+    return [*_sorted_units(groups, unit_of, around, position, where), ROOT]
+
+
+def _sorted_units(
+    groups: Sequence[tuple[str, ...]],
+    unit_of: Mapping[str, tuple[str, ...]],
+    around: Mapping[str, Iterable[str]],
+    position: Mapping[str, int],
+    where: str,
+) -> list[tuple[str, ...]]:
+    """Sort by nesting: units of several modules, and shared ones, can lie inside a unit registered later."""
     sorter: TopologicalSorter[tuple[str, ...]] = TopologicalSorter()
     for group in groups:
         sorter.add(group)
@@ -87,7 +100,7 @@ def order_units(
             heapq.heappush(ready, (-min(position[fqn] for fqn in group), group))
         ordered.append(heapq.heappop(ready)[1])
         sorter.done(ordered[-1])
-    return [*ordered, ROOT]
+    return ordered
 
 
 def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], index: ModelIndex) -> Ownership:
@@ -142,6 +155,8 @@ def assign_parameters(units: Sequence[tuple[str, ...]], ignored: Sequence[str], 
 def units_below(outer: Iterable[str], units: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return the ``units`` of which a module lies inside one of ``outer`` without being it."""
     around = set(outer)
+    if not around:
+        return []
     return [unit for unit in units if any(a in around for fqn in unit if fqn for a in (*_ancestors(fqn), ""))]
 
 
