@@ -21,7 +21,15 @@ from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-__all__ = ["TreeSpec", "apply_to_tensors", "prepare_unit_class", "queue_callback", "tree_flatten", "tree_unflatten"]
+__all__ = [
+    "TreeSpec",
+    "apply_to_tensors",
+    "has_gradient_hooks",
+    "prepare_unit_class",
+    "queue_callback",
+    "tree_flatten",
+    "tree_unflatten",
+]
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -30,6 +38,11 @@ def queue_callback(callback: Callable[[], None]) -> None:
     FSDP and DDP use the same door; no hook of the public API opens then.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hooks(param: nn.Parameter) -> bool:
+    """Return whether someone waits for the gradient of ``param``; tensors have no public list of their hooks."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 
 def prepare_unit_class(kind: type[nn.Module]) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from .apply import Sharded, sharded
+from .apply import Sharded, reshard_after_forward, sharded
 from .errors import PlanError
 
 
@@ -21,10 +21,12 @@ def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
 
     Args:
         model: A wrapped model.
-        last: Whether this is the step's last micro-batch. Every rank passes the same value.
+        last: Whether this is the step's last micro-batch. Every rank passes the same value. Every step needs a last
+            one: an optimizer's step before it is refused.
 
     Raises:
         PlanError: ``model`` is not wrapped.
+        FSDP2Error: With replicas and ``every_microbatch``: micro-batches use different parameters of one unit.
     """
     handle = sharded(model)
     if handle is None:
@@ -33,6 +35,10 @@ def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
         _hold(handle)
     try:
         yield
+    except RuntimeError as error:
+        if handle.replicas is not None and "must match the size" in str(error):
+            handle.replicas.check()  # torch could not add the sums of two micro-batches, and does not say whose
+        raise
     finally:
         if not last:
             _release(handle)
@@ -40,12 +46,13 @@ def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
 
 def _hold(handle: Sharded) -> None:
     root = handle.root
+    handle.state.holding = handle.state.unfinished = True
     root.set_is_last_backward(False)
     if handle.plan.config.reduce_grads == "last_microbatch":
         root.set_requires_gradient_sync(False)
         root.set_reshard_after_backward(False)
         # Gathered once and kept: gathering again would cost what this setting is there to save.
-        _reshard_after_forward(handle, False)
+        reshard_after_forward(handle, False)
     else:
         root.set_requires_all_reduce(False)
     if handle.whole is not None:
@@ -54,17 +61,12 @@ def _hold(handle: Sharded) -> None:
 
 def _release(handle: Sharded) -> None:
     root = handle.root
+    handle.state.holding = False
     root.set_is_last_backward(True)
     root.set_requires_gradient_sync(True)
     root.set_requires_all_reduce(True)
     root.set_reshard_after_backward(True)
     if handle.plan.config.reduce_grads == "last_microbatch":
-        _reshard_after_forward(handle, True)
+        reshard_after_forward(handle, True)
     if handle.whole is not None:
         handle.whole.enabled = True
-
-
-def _reshard_after_forward(handle: Sharded, value: bool) -> None:
-    # Only where true was asked for: torch cannot set a number of ranks again, and false needs no change.
-    for unit in handle.resharding:
-        unit.set_reshard_after_forward(value, recurse=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +18,19 @@ from ._torch_private import prepare_unit_class
 from .casts import apply_exact_outputs, apply_input_casts, apply_output_casts
 from .device import current_device
 from .errors import PlanError
-from .guards import UnitOrderCheck, explain_sharded_use, mark_replaced, refuse_deepcopy, watch_optimizers
+from .gathering import GatherOnce, reshard_after_evaluation
+from .guards import explain_sharded_use, mark_replaced, refuse_conversion, refuse_deepcopy, watch_optimizers
 from .mesh import replicate_group
 from .param_attrs import kept_param_attrs
 from .plan import FSDP2Plan, below_wrappers
 from .policies import build_offload, build_precision, to_dtype
 from .prefetch import PrefetchRecorder
 from .recompute import apply_recompute
+from .replica_average import ReplicaAverage
 from .rng import RandomState
 from .start_values import equalise_shards, equalise_whole
+from .step_state import StepState
+from .unit_order import UnitOrderCheck
 from .whole_grads import WholeGradients
 
 _HANDLE = "_mindspeed_fsdp2"
@@ -43,7 +48,9 @@ class Sharded:
         group: The data-parallel group, None for all ranks.
         prefetch: The order recorder, None when no prefetch was asked for.
         resharding: Units that are resharded in full after their forward; the root is not among them.
-        whole: Reducer of the whole trainable parameters' gradients, None when there are none.
+        whole: Reducer of the whole trainable parameters' gradients, None when every parameter is sharded.
+        state: What is under way.
+        replicas: Keeps accumulated gradients whole between replicas; None without replicas or where it has no work.
     """
 
     plan: FSDP2Plan
@@ -54,6 +61,8 @@ class Sharded:
     prefetch: PrefetchRecorder | None
     resharding: tuple[FSDPModule, ...]
     whole: WholeGradients | None
+    state: StepState
+    replicas: ReplicaAverage | None
 
 
 def sharded(model: nn.Module) -> Sharded | None:
@@ -102,10 +111,11 @@ def apply_plan(
     if (replicas := replicate_group(mesh)) is not None:
         equalise_shards(root, replicas)
     _apply_casts(plan, modules, ignored)
-    _guard(plan, root, modules, group, device)
-    root.register_forward_pre_hook(_GatherOnce(), prepend=True)
-    root.register_forward_hook(_reshard_after_evaluation)
-    whole = {name: param for name, param in root.named_parameters() if name in set(plan.whole_trainable)}
+    state = StepState()
+    _guard(plan, root, modules, group, device, state)
+    root.register_forward_pre_hook(GatherOnce(always=config.reduce_grads == "last_microbatch"), prepend=True)
+    root.register_forward_hook(partial(reshard_after_evaluation, state))
+    whole = [param for param in root.parameters() if param in stays and param.is_floating_point()]
     handle = Sharded(
         plan,
         _as_unit(root),
@@ -115,6 +125,8 @@ def apply_plan(
         _start_prefetch(plan, root, modules, group),
         tuple(_as_unit(modules[unit.fqns[0]]) for unit in plan.units if unit.fqns != ("",) and unit.reshard is True),
         WholeGradients(root, whole, group, to_dtype(config.reduce_dtype)) if whole else None,
+        state,
+        _average_replicas(plan, root, modules, state) if replicas is not None else None,
     )
     setattr(root, _HANDLE, handle)
     return handle
@@ -126,13 +138,23 @@ def _guard(
     modules: dict[str, nn.Module],
     group: dist.ProcessGroup | None,
     device: torch.device,
+    state: StepState,
 ) -> None:
-    watch_optimizers(root)
+    watch_optimizers(root, state)
     refuse_deepcopy(root)
+    refuse_conversion(root)
     explain_sharded_use({fqn or "the model": modules[fqn] for unit in plan.units for fqn in unit.fqns})
     gathering = {u.name: [modules[fqn] for fqn in u.fqns] for u in plan.units if u.numel and u.fqns != ("",)}
     if plan.config.check_unit_order is not False and dist.get_world_size(group) > 1:
         UnitOrderCheck(root, gathering, group, device, always=bool(plan.config.check_unit_order))
+
+
+def _average_replicas(
+    plan: FSDP2Plan, root: nn.Module, modules: dict[str, nn.Module], state: StepState
+) -> ReplicaAverage | None:
+    if plan.config.reduce_grads != "every_microbatch":
+        return None
+    return ReplicaAverage(root, [[modules[fqn] for fqn in unit.fqns] for unit in plan.units], state)
 
 
 def _as_unit(module: nn.Module) -> FSDPModule:
@@ -196,36 +218,13 @@ def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequen
             apply_input_casts([module], own.pop(), config.keep_input_dtype)
 
 
-def _reshard_after_evaluation(module: nn.Module, _args: Any, _output: Any) -> None:
-    # What stays gathered for a backward that never comes (the root; every unit that is not resharded, or to fewer
-    # ranks) would be used with its old values after the next step, and an optimizer built now would hold dead
-    # tensors. A backward in evaluation mode gathers again.
-    if torch.is_grad_enabled() and module.training:
-        return
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
+def reshard_after_forward(handle: Sharded, value: bool) -> None:
+    """Set whether units that reshard after forward do so (**in place**).
 
-
-class _GatherOnce:
-    """Makes the gathered parameters exist as normal tensors before a first forward in inference mode.
-
-    FSDP keeps the tensors of the first gather; made in inference mode, they could never be trained on.
+    Only units for which true was asked: torch cannot set a number of ranks again, and false needs no change.
     """
-
-    def __init__(self) -> None:
-        self._done = False
-
-    def __call__(self, module: nn.Module, _args: Any) -> None:
-        if self._done:
-            return
-        self._done = True
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                for unit in module.modules():
-                    if isinstance(unit, FSDPModule):
-                        unit.unshard()
-                        unit.reshard()
+    for unit in handle.resharding:
+        unit.set_reshard_after_forward(value, recurse=False)
 
 
 def _start_prefetch(

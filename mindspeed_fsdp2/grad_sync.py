@@ -55,7 +55,11 @@ def power_sum(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor
             part = _maximum_over(part, group)
         elif group is not None:
             dist.all_reduce(part, group=group)
-        total = part if total is None else torch.maximum(total, part) if infinite else total + part.to(total.device)
+        if total is None:
+            total = part
+        else:
+            part = part.to(total.device)
+            total = torch.maximum(total, part) if infinite else total + part
     return torch.zeros(()) if total is None else total
 
 

@@ -8,91 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ._torch_private import tree_flatten
+from ._torch_private import apply_to_tensors
 from .errors import FSDP2Error
+from .step_state import StepState
 
 _REPLACED = "_mindspeed_fsdp2_replaced"
 _GATHERED = "_mindspeed_fsdp2_gathered"
 _MIXED = "mixed torch.Tensor and DTensor"
-_FIRST_FORWARDS = 20
-
-
-class UnitOrderCheck:
-    """Compares, before each unit gathers, which unit every rank is about to run (**collective** in forward).
-
-    A rank that skips a unit leaves the others waiting in its all-gather, or pairs it with another unit's. Here every
-    rank sends the number of its next unit first, so a difference is seen by all of them at the same moment.
-    """
-
-    def __init__(
-        self,
-        root: nn.Module,
-        units: Mapping[str, Sequence[nn.Module]],
-        group: dist.ProcessGroup | None,
-        device: torch.device,
-        always: bool,
-    ) -> None:
-        """Register the hooks (**in place**; after ``fully_shard``, so that they run before its own).
-
-        Args:
-            root: The root unit's module.
-            units: Name -> modules of every unit that gathers something.
-            group: The data-parallel ranks.
-            device: Where their collectives run.
-            always: Whether to go on after the first 20 forwards.
-        """
-        self._names = [*units, "the end of the forward"]
-        self._root = root
-        self._group = group
-        self._device = device
-        self._left = -1 if always else _FIRST_FORWARDS
-        self._inside = False
-        for number, modules in enumerate(units.values()):
-            for module in modules:
-                if module is not root:
-                    module.register_forward_pre_hook(functools.partial(self._before, number), prepend=True)
-        root.register_forward_pre_hook(self._begin, prepend=True)
-        root.register_forward_hook(self._end, always_call=True)
-
-    def _begin(self, _module: nn.Module, _args: Any) -> None:
-        self._inside = self._left != 0
-
-    def _before(self, number: int, _module: nn.Module, _args: Any) -> None:
-        if self._inside:  # outside lies recomputation, whose order follows from the forward's
-            self._compare(number)
-
-    def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if not self._inside:
-            return
-        self._inside = False
-        self._left -= self._left > 0
-        if output is not None:  # None: the forward raised
-            self._compare(len(self._names) - 1)
-
-    def _compare(self, number: int) -> None:
-        mine = torch.tensor([number], device=self._device)
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(every, mine, group=self._group)
-        numbers = [int(other) for other in every]
-        if len(set(numbers)) == 1:
-            return
-        self._inside = False
-        ranks = dist.get_process_group_ranks(self._group) if self._group is not None else range(len(numbers))
-        at: dict[int, list[int]] = {}
-        for rank, other in zip(ranks, numbers):
-            at.setdefault(other, []).append(rank)
-        seen = "; ".join(
-            f"{self._names[n]} on rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for n, r in at.items()
-        )
-        raise FSDP2Error(
-            f"the ranks run different units: {seen}. Every rank must run the same units in the same order. List a "
-            "tower that some ranks skip in optional_modules, or run it on every rank with a dummy input."
-        )
 
 
 def mark_replaced(params: Mapping[str, nn.Parameter]) -> None:
@@ -105,15 +31,17 @@ def mark_replaced(params: Mapping[str, nn.Parameter]) -> None:
         setattr(param, _REPLACED, name)
 
 
-def watch_optimizers(root: nn.Module) -> None:
+def watch_optimizers(root: nn.Module, state: StepState) -> None:
     """Keep optimizers and gathered parameters apart for as long as ``root`` lives.
 
     An optimizer built before the model was wrapped, or between a forward and its backward, holds parameters that the
     model drops: nothing would be learnt, without any error, so its first step is refused. And what a forward without
-    a backward left gathered is resharded before each step, or the next forward would use the old values.
+    a backward left gathered is resharded before each step, or the next forward would use the old values. A step before
+    the last micro-batch, which reduces the gradients, is refused.
 
     Args:
         root: The root unit's module, every unit sharded.
+        state: Tells whether a micro-batch is held.
     """
     own = {id(param) for param in root.parameters()}
     model = weakref.ref(root)
@@ -123,13 +51,19 @@ def watch_optimizers(root: nn.Module) -> None:
     def backward_begins(_grad: torch.Tensor) -> None:
         nonlocal waits_for_backward
         waits_for_backward = False
+        state.unfinished = state.holding
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal waits_for_backward
+        if tensor.requires_grad:
+            waits_for_backward = True
+            tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
+        return tensor
 
     def note_forward(module: nn.Module, _args: Any, output: Any) -> None:
         nonlocal waits_for_backward
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        waits_for_backward = bool(tensors)
-        for tensor in tensors:
-            tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
+        waits_for_backward = False
+        apply_to_tensors(watch, output)
         if not any(seen.values()):  # once an optimizer is known to hold the right ones, no other is expected
             for name, param in module.named_parameters():
                 if id(param) not in own:
@@ -141,6 +75,11 @@ def watch_optimizers(root: nn.Module) -> None:
             _refuse_stale(params)
             seen[optimizer] = any(id(param) in own for param in params)
         module = model()
+        if module is not None and seen[optimizer] and state.unfinished:
+            raise FSDP2Error(
+                "optimizer: step() came after a micro-batch that is not its step's last, so gradients are not reduced "
+                "yet. Run the last micro-batch of every step in accumulate(model, last=True)."
+            )
         if module is not None and seen[optimizer] and waits_for_backward:
             for unit in module.modules():
                 if isinstance(unit, FSDPModule):
@@ -203,3 +142,28 @@ def refuse_deepcopy(root: nn.Module) -> None:
         )
 
     vars(root)["__deepcopy__"] = deepcopy
+
+
+def refuse_conversion(root: nn.Module) -> None:
+    """Let ``to()``, ``half()``, ``cuda()`` and the like pass only while they change nothing (**in place**).
+
+    The plan, the gathered parameters and their buffers were made for one dtype and device.
+    """
+    apply: Callable[..., nn.Module] = root._apply
+
+    def guarded(convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        kinds = {(tensor.dtype, tensor.device) for tensor in (*root.parameters(), *root.buffers())}
+        for dtype, device in kinds:
+            new = convert(torch.empty(0, dtype=dtype, device=device))
+            if (new.dtype, new.device) != (dtype, device):
+                raise FSDP2Error(
+                    f"a wrapped model cannot be converted from {_kind(dtype, device)} to "
+                    f"{_kind(new.dtype, new.device)}. Convert it before wrap_model, which moves it to the device too."
+                )
+        return apply(convert, recurse)
+
+    vars(root)["_apply"] = guarded
+
+
+def _kind(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from . import rng
-from ._torch_private import TreeSpec, tree_flatten, tree_unflatten
+from ._torch_private import TreeSpec, apply_to_tensors, tree_flatten, tree_unflatten
 from .casts import is_kept, keep
 from .errors import FSDP2Error
 
@@ -84,6 +84,7 @@ def _reentrant(
         # Reentrant checkpointing sees tensors only as direct positional arguments and results: a tensor in a keyword,
         # a tuple or a dict would keep its graph and be differentiated twice or not at all.
         leaves, spec = tree_flatten((args, kwargs))
+        _check_visible(fqn, leaves, lambda tensor: tensor.requires_grad)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             _check_frozen(fqn, module)
             return forward(*args, **kwargs)  # no backward comes here
@@ -97,6 +98,7 @@ def _reentrant(
                     keep(leaf)
             inner, inner_kwargs = tree_unflatten(list(flat), spec)
             out_leaves, out = tree_flatten(draws(lambda: forward(*inner, **inner_kwargs)))
+            _check_visible(fqn, out_leaves, torch.Tensor.is_floating_point)  # gradients are off here
             out_spec[:] = [out]
             return tuple(out_leaves)
 
@@ -104,6 +106,25 @@ def _reentrant(
         return tree_unflatten(list(results), out_spec[0])
 
     return checkpointed
+
+
+def _check_visible(fqn: str, leaves: Iterable[Any], matters: Callable[[torch.Tensor], bool]) -> None:
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            continue
+        inside: list[torch.Tensor] = []
+
+        def note(tensor: torch.Tensor, inside: list[torch.Tensor] = inside) -> torch.Tensor:
+            inside.append(tensor)
+            return tensor
+
+        apply_to_tensors(note, leaf)
+        if any(matters(tensor) for tensor in inside):
+            raise FSDP2Error(
+                f"recompute_modules: {fqn!r} is recomputed reentrantly but tensors go in or out inside a "
+                f"{type(leaf).__name__}, where their gradients would silently be lost. Set use_reentrant: false, or "
+                "pass them in tuples and dicts."
+            )
 
 
 def _check_frozen(fqn: str, module: nn.Module) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +21,20 @@ class _Bucket:
     """Parameters reduced in one collective, and its buffer while that is on its way."""
 
     params: list[nn.Parameter]
-    waiting: set[int] = field(default_factory=set)  # ids of parameters whose gradient is not there yet
+    waiting: dict[int, int] = field(default_factory=dict)  # id of a parameter -> times its gradient is still to come
+    late: bool = False  # a gradient came after the buffer had been sent
     flat: torch.Tensor | None = None
     work: dist.Work | None = None
 
 
 class WholeGradients:
-    """Reduces whole gradients at the end of each backward, starting as soon as they are there.
+    """Averages whole gradients in each backward, each bucket as soon as its gradients are there.
 
-    Buckets go out in one fixed order on every rank, whatever order backward takes, and a rank that did not run a
-    module sends zeros: ranks may skip an optional tower. A parameter that no rank used keeps ``grad`` None.
+    Ranks may skip an optional tower, so no rank knows when the others send. Buckets therefore go out in one fixed
+    order, through a process group of their own: among FSDP's collectives they would meet another one's. A rank without
+    a gradient sends zeros. At the end of backward the ranks tell each other which parameters had a gradient (one that
+    none used keeps ``grad`` None) and which buckets were sent too early, as happens when reentrant recomputation
+    delivers a gradient in pieces; those are sent again.
 
     Attributes:
         enabled: False while micro-batches before the last one accumulate.
@@ -38,33 +43,55 @@ class WholeGradients:
     def __init__(
         self,
         root: nn.Module,
-        params: Mapping[str, nn.Parameter],
+        params: Iterable[nn.Parameter],
         group: dist.ProcessGroup | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        """Register the hooks on ``root`` and the parameters (**in place**).
+        """Register the hooks on ``root`` and the parameters (**in place**, **collective** over ``group``).
 
         Args:
             root: The root unit; gradients reach its outputs first, which announces a backward.
-            params: fqn -> trainable parameter, equal on every rank.
+            params: All whole parameters, equal on every rank; frozen ones too, since they may be unfrozen later.
             group: All data-parallel ranks.
             reduce_dtype: dtype of the sum; None means each gradient's own.
         """
         self.enabled = True
-        self._group = group
+        self._params = list(params)
+        self._parent = group
+        self._group: dist.ProcessGroup | None = None
         self._reduce_dtype = reduce_dtype
         self._ranks = dist.get_world_size(group)
-        # Reverse registration order is roughly the order in which backward reaches them.
-        self._buckets = _build_buckets(list(params.values())[::-1])
-        self._of = {id(param): bucket for bucket in self._buckets for param in bucket.params}
+        self._trainable: list[nn.Parameter] = []
+        self._hooked: set[int] = set()
+        self._buckets: list[_Bucket] = []
+        self._of: dict[int, _Bucket] = {}
+        self._arrived: Counter[int] = Counter()
+        self._usual: dict[int, int] = {}  # id of a parameter -> most often its gradient came in one backward
         self._next = 0
         self._announced = False
-        for param in params.values():
-            param.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+        self._follow()
         root.register_forward_hook(self._watch)
+
+    def _follow(self) -> None:
+        """Take up which parameters are trainable now."""
+        trainable = [param for param in self._params if param.requires_grad]
+        if [id(param) for param in trainable] == [id(param) for param in self._trainable]:
+            return
+        self._trainable = trainable
+        for param in trainable:
+            if id(param) not in self._hooked:
+                param.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+                self._hooked.add(id(param))
+        # Reverse registration order is roughly the order in which backward reaches them.
+        self._buckets = _build_buckets(trainable[::-1])
+        self._of = {id(param): bucket for bucket in self._buckets for param in bucket.params}
+        if self._group is None and trainable:
+            self._group = _own_group(self._parent, trainable[0].device)
 
     def _watch(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
+            self._announced = False  # still true after a backward that failed
+            self._follow()
             apply_to_tensors(self._watch_tensor, output)
 
     def _watch_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -73,53 +100,95 @@ class WholeGradients:
         return tensor
 
     def _begin(self, _grad: torch.Tensor) -> None:
-        if self._announced or not self.enabled:
+        if self._announced or not self.enabled or not self._buckets:
             return
         self._announced = True
         self._next = 0
+        self._arrived.clear()
         for bucket in self._buckets:
-            bucket.waiting = {id(param) for param in bucket.params}
+            expected = ((id(param), self._usual.get(id(param), 1)) for param in bucket.params)
+            bucket.waiting = {key: times for key, times in expected if times}
+            bucket.late, bucket.flat, bucket.work = False, None, None
         queue_callback(self._finish)
 
     def _ready(self, param: nn.Parameter) -> None:
-        if not self._announced:
+        bucket = self._of.get(id(param))
+        if not self._announced or bucket is None:
             return
-        self._of[id(param)].waiting.discard(id(param))
+        self._arrived[id(param)] += 1
+        if bucket.work is not None:
+            bucket.late = True
+            return
+        if self._arrived[id(param)] >= bucket.waiting.get(id(param), 0):
+            bucket.waiting.pop(id(param), None)
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            self._launch(self._buckets[self._next])
+            self._send(self._buckets[self._next])
             self._next += 1
 
-    def _launch(self, bucket: _Bucket) -> None:
+    def _send(self, bucket: _Bucket) -> None:
         dtype = self._reduce_dtype or bucket.params[0].dtype
-        used = [param.grad is not None for param in bucket.params]
         pieces = [
             (param.grad if param.grad is not None else torch.zeros_like(param)).detach().to(dtype).flatten()
             for param in bucket.params
         ]
-        pieces.append(torch.tensor(used, dtype=dtype, device=bucket.params[0].device))
         bucket.flat = torch.cat(pieces)
         # A plain sum, scaled afterwards: averaging is missing or wrong on some backends.
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _finish(self) -> None:
         for bucket in self._buckets[self._next :]:
-            self._launch(bucket)
+            self._send(bucket)
         self._announced = False
+        for key in self._of:
+            self._usual[key] = max(self._usual.get(key, 0), self._arrived[key])
+        used, late = self._exchange_flags()
+        for bucket, again in zip(self._buckets, late):
+            if again:
+                _wait(bucket)
+                self._send(bucket)
         for bucket in self._buckets:
-            if bucket.work is None or bucket.flat is None:
-                continue
-            bucket.work.wait()
-            sizes = [*(param.numel() for param in bucket.params), len(bucket.params)]
-            *pieces, used = torch.split(bucket.flat, sizes)
-            for param, piece, count in zip(bucket.params, pieces, used.tolist()):
-                if count == 0:
+            total = _wait(bucket)
+            for param, piece in zip(bucket.params, torch.split(total, [param.numel() for param in bucket.params])):
+                if not used[id(param)]:
                     continue
                 mean = (piece / self._ranks).view_as(param).to(param.dtype)
                 if param.grad is None:
                     param.grad = mean
                 else:
                     param.grad.copy_(mean)
-            bucket.flat = bucket.work = None
+
+    def _exchange_flags(self) -> tuple[dict[int, bool], list[bool]]:
+        """Return which parameters, by id, have a gradient on some rank, and which buckets were late on some rank."""
+        mine = [param.grad is not None for param in self._trainable] + [bucket.late for bucket in self._buckets]
+        flags = torch.tensor(mine, dtype=torch.int32, device=self._trainable[0].device)
+        dist.all_reduce(flags, group=self._group)
+        seen = [count > 0 for count in flags.tolist()]
+        count = len(self._trainable)
+        return dict(zip((id(param) for param in self._trainable), seen[:count])), seen[count:]
+
+
+def _wait(bucket: _Bucket) -> torch.Tensor:
+    """Return the sum over ranks and let go of the buffer."""
+    flat, work = bucket.flat, bucket.work
+    bucket.flat = bucket.work = None
+    if flat is None or work is None:
+        raise RuntimeError("a bucket of whole gradients was never sent")
+    work.wait()
+    return flat
+
+
+def _own_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
+    """Return a new group with the ranks of ``group``, connected (**collective** over ``group``)."""
+    if dist.get_world_size(group) == 1:
+        return group
+    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    own = dist.new_group(ranks, use_local_synchronization=True)
+    if not isinstance(own, dist.ProcessGroup):
+        raise RuntimeError("this rank is not among the ranks of its own group")
+    # Backends connect in a group's first collective and block there; in the middle of a backward, where another rank
+    # may be waiting in one of FSDP's, that would be a deadlock.
+    dist.all_reduce(torch.zeros(1, device=device), group=own)
+    return own
 
 
 def _build_buckets(params: Sequence[nn.Parameter]) -> list[_Bucket]:

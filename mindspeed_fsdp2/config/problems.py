@@ -12,7 +12,15 @@ from .foreign import own_key
 from .source import Location, Problem
 from .values import describe
 
-_LISTS = ("sub_modules_to_wrap", "ignored_modules", "recompute_modules", "keep_input_dtype", "moe_modules", "overrides")
+_LISTS = (
+    "sub_modules_to_wrap",
+    "ignored_modules",
+    "recompute_modules",
+    "keep_input_dtype",
+    "moe_modules",
+    "overrides",
+    "optional_modules",
+)
 
 
 def problems_of(error: ValidationError, keys: Sequence[str], override_keys: Sequence[str]) -> list[Problem]:

@@ -69,8 +69,8 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
         self._grads_checked = False
         self._masters = bool(args.bf16)
         own = getattr(below_wrappers(module), "fully_shard", None)
+        kind = type(below_wrappers(module)).__name__  # sharding changes the class
         if callable(own) and own(process_group=process_group, fsdp2_config_path=args.fsdp2_config_path):
-            kind = type(below_wrappers(module)).__name__
             print_rank_0(f"FSDP2: {kind} sharded itself through its own fully_shard().")
             return
         for param in module.parameters():

@@ -42,6 +42,8 @@ class Patch:
         also_aliases: Rebind the same attribute name in every loaded module that holds the very same object; when
             uninstalling, also in modules that copied the replacement since. Only for ``module:attr`` targets.
         creates: Whether the name may be absent from an existing module or class: it is added, and removed again.
+        stacks: Whether others may wrap the replacement in their turn, as torch.distributed does with ``sys.excepthook``.
+            Uninstalling then leaves their wrapper where it is, and with it the replacement that it calls.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Patch:
     required: bool = True
     also_aliases: bool = False
     creates: bool = False
+    stacks: bool = False
 
 
 class _Site(NamedTuple):
@@ -64,9 +67,9 @@ class _Site(NamedTuple):
 
     @property
     def label(self) -> str:
-        if isinstance(self.owner, ModuleType):
-            return f"{self.owner.__name__}.{self.attr}"
-        return f"{self.owner.__module__}.{self.owner.__qualname__}.{self.attr}"
+        owner = self.owner
+        place = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+        return f"{place}.{self.attr}"
 
 
 class _Binding(NamedTuple):
@@ -76,6 +79,7 @@ class _Binding(NamedTuple):
     own: Any
     ours: Any
     keep: list[ModuleType] | None  # held ``ours`` under this name before we did; None: copies are not followed
+    stacks: bool
 
 
 @dataclass
@@ -97,15 +101,16 @@ class Installation:
         Raises:
             PatchError: Somebody rebound one of our names after us; all such names are listed and nothing is restored.
         """
-        lost = [b.site.label for b in self._undo if vars(b.site.owner).get(b.site.attr, ABSENT) is not b.ours]
+        held = [vars(b.site.owner).get(b.site.attr, ABSENT) is b.ours for b in self._undo]
+        lost = [b.site.label for b, ours in zip(self._undo, held) if not (ours or b.stacks)]
         if lost:
             what = "cannot be restored, it was rebound after mindspeed_fsdp2 had patched it. Undo that patch first."
             raise PatchError("\n".join(f"{label}: {what}" for label in lost))
-        for binding in self._undo:
-            copies = [] if binding.keep is None else _holders(binding.site.attr, binding.ours)
-            for module in copies:
-                if module not in (binding.keep or ()):
-                    setattr(module, binding.site.attr, binding.site.held)
+        self._undo = [b for b, ours in zip(self._undo, held) if ours]
+        for (_, attr, original), _, ours, keep, _ in self._undo:
+            for module in [] if keep is None else _holders(attr, ours):
+                if module not in (keep or ()):
+                    setattr(module, attr, original)
         self._roll_back()
 
     def _roll_back(self) -> None:
@@ -119,13 +124,7 @@ class Installation:
 
 
 def install(table: Sequence[Patch]) -> Installation:
-    """Rebind, **in place**, every target of every row that applies.
-
-    Args:
-        table: The rows; their order is the order of application.
-
-    Returns:
-        The undo log.
+    """Rebind, **in place**, every target of every row that applies, in the table's order, and return the undo log.
 
     Raises:
         PatchError: A row has no existing target, two rows claim one name, a module fails to import, or a name cannot
@@ -205,7 +204,7 @@ def _bindings(row: Patch, sites: Sequence[_Site]) -> list[_Binding]:
         if ours is site.held:
             raise PatchError(f"{row.name}: make returned what {site.label} holds already. Use applies to skip a row.")
         keep = _holders(site.attr, ours) if row.also_aliases and site.held is not ABSENT else None
-        bindings.append(_Binding(site, vars(site.owner).get(site.attr, ABSENT), ours, keep))
+        bindings.append(_Binding(site, vars(site.owner).get(site.attr, ABSENT), ours, keep, row.stacks))
     return bindings
 
 

@@ -13,7 +13,7 @@ from .cpu import skip_if_compiled
 from .norms import wrap_clip, wrap_count_zeros, wrap_data_parallel_group, wrap_grad_norm, wrap_params_norm
 from .patcher import Installation, Patch, accepts
 from .patcher import install as install_patches
-from .startup import Startup, wrap_excepthook, wrap_initialize_distributed
+from .startup import Startup, wrap_excepthook, wrap_initialize_distributed, wrap_load_yaml
 
 
 def _wrapped_class(original: Any) -> Any:
@@ -48,6 +48,14 @@ PATCHES: tuple[Patch, ...] = (
         make=_startup.wrap_validate_args,
         why="Reports every conflict at once, before Megatron's assertions name the first; switches to CPU mode.",
         remove_when="Never: the YAML's own conflicts stay ours.",
+    ),
+    Patch(
+        name="yaml-arguments",
+        targets=("megatron.training.yaml_arguments:load_yaml",),
+        make=wrap_load_yaml,
+        why="--yaml-cfg goes around validate_args, and so around every check of ours.",
+        remove_when="Megatron validates arguments of a YAML file in validate_args.",
+        required=False,
     ),
     Patch(
         name="early-cpu",
@@ -148,6 +156,7 @@ PATCHES: tuple[Patch, ...] = (
         name="excepthook",
         targets=("sys:excepthook",),
         make=wrap_excepthook,
+        stacks=True,  # init_process_group wraps it, to put the rank before each line
         why="A user's mistake ends with its message, not with a traceback.",
         remove_when="Never.",
     ),

@@ -17,7 +17,7 @@ from megatron.training import get_args
 from ..agreement import exchange
 from ..config import FSDP2Config, load_config
 from ..errors import FSDP2Error
-from .conflicts import check_conflicts, notices
+from .conflicts import check_conflicts, check_yaml_arguments, notices
 from .cpu import CpuMode, cpu_mode_wanted, enable_cpu
 
 logger = logging.getLogger("mindspeed_fsdp2")
@@ -127,12 +127,24 @@ def wrap_initialize_distributed(original: Callable[..., Any]) -> Callable[..., A
     def initialize_distributed(*rest: Any, **named: Any) -> Any:
         result = original(*rest, **named)
         args = get_args()
-        if args.use_torch_fsdp2:
+        if getattr(args, "use_torch_fsdp2", False):  # --yaml-cfg brings arguments of its own
             kept = getattr(args, _KEPT_ERROR, None)
             exchange((kept, getattr(args, _DIGEST, "")), None, f"--fsdp2-config-path {args.fsdp2_config_path}")
         return result
 
     return initialize_distributed
+
+
+def wrap_load_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``load_yaml`` that refuses ``--yaml-cfg`` for a run with FSDP2: ``validate_args`` is never reached there."""
+
+    @functools.wraps(original)
+    def load_yaml(yaml_path: str) -> Any:
+        args = original(yaml_path)
+        check_yaml_arguments(yaml_path, args, sys.argv)
+        return args
+
+    return load_yaml
 
 
 def wrap_excepthook(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,9 +82,7 @@ class RankPool:
         self._inboxes = [context.Queue() for _ in range(self.world_size)]
         rendezvous = os.path.join(tempfile.mkdtemp(), "rendezvous")
         self._procs = [
-            context.Process(
-                target=_serve, args=(rank, self.world_size, rendezvous, inbox, self._outbox), daemon=True
-            )
+            context.Process(target=_serve, args=(rank, self.world_size, rendezvous, inbox, self._outbox), daemon=True)
             for rank, inbox in enumerate(self._inboxes)
         ]
         for proc in self._procs:

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def prepare(extra: dict[str, Any]) -> None:
     """Hook of the runner: note what the comparison needs besides the probes, and make the changes of ``SPECS``."""
     _note_start(extra)
     _note_params_norm(extra)
+    _note_logits(extra)
+    _note_traffic(extra)
     for name in os.environ.get("SPECS", "").split():
         CHANGES[name]()
 
@@ -27,6 +30,7 @@ def prepare(extra: dict[str, Any]) -> None:
 def _note_start(extra: dict[str, Any]) -> None:
     """Keep what training starts from: equal in both runs, and different from where it ends."""
     from megatron.training import training
+
     from tests.megatron.jobs_probes import _values
 
     original = training.train
@@ -54,6 +58,54 @@ def _note_params_norm(extra: dict[str, Any]) -> None:
         return norm
 
     training.calc_params_l2_norm = calc_params_l2_norm
+
+
+def _note_logits(extra: dict[str, Any]) -> None:
+    """Keep the logits of the first forward, (sequence, batch, vocabulary)."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    original = LanguageModule.compute_language_model_loss
+
+    @functools.wraps(original)
+    def compute_language_model_loss(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        extra.setdefault("logits", logits.detach().float().clone())
+        return original(self, labels, logits)
+
+    LanguageModule.compute_language_model_loss = compute_language_model_loss
+
+
+class _Traffic(TorchDispatchMode):
+    """Counts the gathers and reduce-scatters that c10d is asked for while it is on."""
+
+    KINDS = {"c10d::_allgather_base_": "gathers", "c10d::_reduce_scatter_base_": "scatters"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = dict.fromkeys(self.KINDS.values(), 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kind := self.KINDS.get(func._schema.name):
+            self.counts[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _note_traffic(extra: dict[str, Any]) -> None:
+    """Count each step's collectives, if the variable ``TRAFFIC`` is set."""
+    from megatron.training import training
+
+    if not os.environ.get("TRAFFIC"):
+        return
+    original = training.train_step
+    extra["traffic"] = []
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        with _Traffic() as traffic:
+            result = original(*args, **kwargs)
+        extra["traffic"].append(traffic.counts)
+        return result
+
+    training.train_step = train_step
 
 
 # --- layers for context and sequence parallelism ----------------------------------------------------------------------
@@ -178,11 +230,77 @@ def frozen_embedding() -> None:
     _after_init(lambda model: model.embedding.requires_grad_(False))  # type: ignore[union-attr, operator]
 
 
+def sharp_attention() -> None:
+    """Multiply a GPT's qkv weights by 12, so that attention reacts to the smallest error in what it is given."""
+
+    def sharpen(model: nn.Module) -> None:
+        with torch.no_grad():
+            for layer in model.decoder.layers:  # type: ignore[union-attr]
+                layer.self_attention.linear_qkv.weight.mul_(12)  # type: ignore[operator, union-attr]
+
+    _after_init(sharpen)
+
+
 def own_class_unit() -> None:
     """Let a GPT name a class of its own, the MLP, as a unit of the default set."""
     from megatron.core.transformer.mlp import MLP
 
     _after_init(lambda model: setattr(model, "_fsdp_modules", [MLP]))
+
+
+def own_fully_shard() -> None:
+    """Give a GPT the method by which models shard themselves."""
+    from megatron.core.models.gpt import GPTModel
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard as shard
+
+    def fully_shard(self: nn.Module, process_group: dist.ProcessGroup, fsdp2_config_path: str) -> bool:
+        print(f"own fully_shard: {process_group.size()} ranks, {os.path.basename(fsdp2_config_path)}")
+        mesh = DeviceMesh.from_group(process_group, "cpu")
+        for layer in self.decoder.layers:  # type: ignore[union-attr]
+            shard(layer, mesh=mesh)
+        shard(self, mesh=mesh)
+        return True
+
+    GPTModel.fully_shard = fully_shard
+
+
+def declined_fully_shard() -> None:
+    """Give a GPT a ``fully_shard`` that leaves the sharding to us."""
+    from megatron.core.models.gpt import GPTModel
+
+    def fully_shard(self: nn.Module, process_group: dist.ProcessGroup, fsdp2_config_path: str) -> None:
+        print(f"own fully_shard: {process_group.size()} ranks, {os.path.basename(fsdp2_config_path)}")
+
+    GPTModel.fully_shard = fully_shard
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def own_folders() -> None:
+    """Work in the folder ``rank0``, ``rank1``, … below the one of the variable ``FOLDERS``, as if on nodes apart."""
+    os.chdir(os.path.join(os.environ["FOLDERS"], f"rank{os.environ['RANK']}"))
+
+
+def frozen_on_rank_1() -> None:
+    """Freeze the output layer on rank 1 only."""
+    if os.environ["RANK"] == "1":
+        _after_init(lambda model: model.output_layer.requires_grad_(False))  # type: ignore[union-attr, operator]
+
+
+def nan_gradient_on_rank_1() -> None:
+    """Make the gradient of one layer NaN on rank 1, losses staying finite."""
+
+    def _nan(grads: Any) -> Any:
+        return tuple(None if grad is None else grad * float("nan") for grad in grads)
+
+    def poison(model: nn.Module) -> None:
+        layer = model.decoder.layers[1]  # type: ignore[union-attr, index]
+        layer.register_full_backward_pre_hook(lambda _module, grads: _nan(grads))
+
+    if os.environ["RANK"] == "1":
+        _after_init(poison)
 
 
 def _after_init(change: Callable[[nn.Module], None]) -> None:
@@ -215,5 +333,18 @@ def uneven_tokens() -> None:
 
 
 CHANGES: dict[str, Callable[[], None]] = {
-    change.__name__: change for change in (own_layers, lora, frozen_embedding, own_class_unit, uneven_tokens)
+    change.__name__: change
+    for change in (
+        own_layers,
+        lora,
+        frozen_embedding,
+        sharp_attention,
+        own_class_unit,
+        uneven_tokens,
+        own_fully_shard,
+        declined_fully_shard,
+        own_folders,
+        frozen_on_rank_1,
+        nan_gradient_on_rank_1,
+    )
 }

@@ -28,10 +28,7 @@ MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --train-iters 2 --lr 1e-3 --vocab-size 256 --transformer-impl local"
 )
-FSDP2 = (
-    "--use-torch-fsdp2 --fsdp2-config-path cfg.yaml --no-gradient-accumulation-fusion "
-    "--untie-embeddings-and-output-weights --ckpt-format torch_dcp"
-)
+FSDP2 = "--use-torch-fsdp2 --fsdp2-config-path cfg.yaml --no-gradient-accumulation-fusion --ckpt-format torch_dcp"
 # Flags of the tables that Megatron does not have.
 MINDSPEED = {
     "--adaptive-memory-optimization",
@@ -109,6 +106,10 @@ def conflicts(parser: ArgumentParser, line: str, environ: dict[str, str] | None 
         f"{FSDP2} --ckpt-format torch_dist --tensor-model-parallel-size 2 --context-parallel-size 2",
         f"{FSDP2} --num-experts 4 --expert-model-parallel-size 1 --expert-tensor-parallel-size 1",
         f"{FSDP2} --distributed-backend npu:hccl,cpu:gloo --log-num-zeros-in-grad --log-params-norm",
+        f"{FSDP2} --untie-embeddings-and-output-weights --calculate-per-token-loss --data-parallel-random-init",
+        f"{FSDP2} --bf16 --accumulate-allreduce-grads-in-fp32 --loss-scale 128 --decoupled-lr 1e-4",
+        f"{FSDP2} --use-cpu-initialization --check-for-spiky-loss --rerun-mode validate_results --manual-gc",
+        f"{FSDP2} --empty-unused-memory-level 2 --exit-interval 5 --eval-iters 2 --log-throughput --profile",
     ],
 )
 def test_good_command_lines(parser: ArgumentParser, line: str) -> None:
@@ -119,12 +120,27 @@ def test_good_command_lines(parser: ArgumentParser, line: str) -> None:
 def test_megatron_accepts_the_good_command_line(parser: ArgumentParser, capfd: pytest.CaptureFixture[str]) -> None:
     from megatron.training.arguments import validate_args
 
-    args = parse(parser, f"{FSDP2} --distributed-backend gloo --save /ckpt --save-interval 2")
+    line = f"{FSDP2} --untie-embeddings-and-output-weights --distributed-backend gloo --save /ckpt --save-interval 2"
+    args = parse(parser, line)
     check_conflicts(args, load_config({}), {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert validate_args(args).use_torch_fsdp2 is True
     assert args.fsdp2_config_path == "cfg.yaml"
+
+
+@pytest.mark.parametrize(("more", "in_fp32"), [("", True), ("--grad-reduce-in-bf16", False)])
+def test_bf16_means_gradients_in_fp32_unless_typed_otherwise(
+    parser: ArgumentParser, more: str, in_fp32: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from megatron.training.arguments import validate_args
+
+    args = parse(parser, f"{FSDP2} --untie-embeddings-and-output-weights --bf16 {more}")
+    assert args.accumulate_allreduce_grads_in_fp32 is False
+    assert bool(find_conflicts(args, load_config({"reduce_dtype": "bf16"}), {})) is in_fp32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert validate_args(args).accumulate_allreduce_grads_in_fp32 is in_fp32
 
 
 def test_without_fsdp2_nothing_is_refused(parser: ArgumentParser) -> None:
@@ -142,7 +158,6 @@ def test_defaults_are_not_taken_for_typed(parser: ArgumentParser) -> None:
     assert [text.split(":")[0] for text in conflicts(parser, "--use-torch-fsdp2")] == [
         "--use-torch-fsdp2 without --fsdp2-config-path",
         "--no-gradient-accumulation-fusion is missing",
-        "--untie-embeddings-and-output-weights is missing",
     ]
     assert notices(parse(parser, "--use-torch-fsdp2"), load_config({})) == []
 
@@ -197,8 +212,8 @@ def test_flag_reads_what_megatron_parses(parser: ArgumentParser, flag: Flag) -> 
         (
             "--optimizer-cpu-offload",
             {},
-            "--optimizer-cpu-offload: Megatron builds it on its distributed optimizer only. Remove it; offload_to_cpu "
-            "in the YAML is its place, once supported.",
+            "--optimizer-cpu-offload: Megatron builds it on its distributed optimizer only. Remove it; offload_to_cpu: "
+            "true in the YAML keeps weights, gradients and optimizer state in host memory.",
         ),
         (
             "--use-megatron-fsdp",
@@ -256,16 +271,46 @@ def test_flag_reads_what_megatron_parses(parser: ArgumentParser, flag: Flag) -> 
             "Remove it and list the modules under recompute_modules, for instance 'decoder.layers.{*}'.",
         ),
         (
-            "--calculate-per-token-loss",
-            {},
-            "--calculate-per-token-loss: dividing the gradients of FSDP2 by the number of tokens is not supported yet; "
-            "without the division they would be too large by that number. Remove it.",
+            "--bf16",
+            {"param_dtype": "fp32"},
+            "--bf16 with param_dtype: fp32: the flag and the YAML name different dtypes for the computation. Remove "
+            "--bf16, or write param_dtype: bf16.",
         ),
         (
-            "--data-parallel-random-init",
+            "--bf16 --accumulate-allreduce-grads-in-fp32",
+            {"reduce_dtype": "bf16"},
+            "--bf16 with reduce_dtype: bf16: --bf16 makes Megatron sum gradients in fp32 "
+            "(--accumulate-allreduce-grads-in-fp32). Write reduce_dtype: fp32, or add --grad-reduce-in-bf16.",
+        ),
+        (
+            "--bf16 --fp32-residual-connection",
+            {"param_dtype": "bf16"},
+            "--fp32-residual-connection with cast_forward_inputs: true: every unit would round its inputs to bf16, the "
+            "fp32 residual among them. Write cast_forward_inputs: false.",
+        ),
+        (
+            "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank 32 --calculate-per-token-loss",
             {},
-            "--data-parallel-random-init: FSDP2 shards what each rank has drawn and broadcasts nothing, so every "
-            "weight would be pieced together from different draws. Remove it.",
+            "--hybrid-context-parallel: the ranks would run different numbers of forwards, and FSDP2 gathers weights "
+            "from all of them in each: the job would hang. Remove it.",
+        ),
+        (
+            "--skip-train",
+            {},
+            "--skip-train: Megatron does not wrap a model that it only evaluates, so nothing would be sharded. Remove "
+            "--use-torch-fsdp2 from such a run.",
+        ),
+        (
+            "--fake-process-group",
+            {},
+            "--fake-process-group: its collectives exchange nothing, so the ranks cannot compare their configuration "
+            "and plan. Remove it.",
+        ),
+        (
+            "--no-initialization",
+            {},
+            "--no-initialization: loading a checkpoint under FSDP2 is not supported yet, so training would start from "
+            "whatever lies in memory. Remove it.",
         ),
         (
             "--init-model-with-meta-device",
@@ -341,21 +386,20 @@ def test_many_at_once_come_before_the_assertions_of_megatron(parser: ArgumentPar
         "CUDA_DEVICE_MAX_CONNECTIONS=1",
         "--use-distributed-optimizer",
         "--pipeline-model-parallel-size 2",
-        "--no-gradient-accumulation-fusion is missing",
-        "--untie-embeddings-and-output-weights is missing",
         "--fp16",
+        "--no-gradient-accumulation-fusion is missing",
         "--load /c",
     ]
 
 
 def test_notices(parser: ArgumentParser) -> None:
-    args = parse(parser, f"{FSDP2} --overlap-grad-reduce --ddp-bucket-size 100 --bf16")
+    args = parse(parser, f"{FSDP2} --overlap-grad-reduce --ddp-bucket-size 100 --bf16 --grad-reduce-in-bf16")
     assert notices(args, load_config({})) == [
         "--overlap-grad-reduce, --ddp-bucket-size 100: ignored, because FSDP2 has no gradient buckets and overlaps its "
         "communication by itself. Remove it; num_to_forward_prefetch and num_to_backward_prefetch in the YAML tune the "
         "overlap.",
-        "--bf16: gradients are reduced in bf16, while Megatron without FSDP2 would reduce them in fp32. Write "
-        "reduce_dtype: fp32 (or bf16) in the YAML.",
+        "--grad-reduce-in-bf16: ignored, because reduce_dtype in the YAML sets the precision in which FSDP2 reduces "
+        "gradients. Write reduce_dtype: bf16 in the YAML.",
     ]
 
 

@@ -159,7 +159,7 @@ def test_gloo_beside_npu_is_refused(sign: str, monkeypatch: pytest.MonkeyPatch) 
         cpu_mode_wanted("gloo")
     assert str(caught.value) == (
         "--distributed-backend gloo: means training on CPU, but torch_npu is installed here. Write "
-        "--distributed-backend hccl (or npu:hccl,cpu:gloo), or use an environment without torch_npu."
+        "--distributed-backend npu:hccl,cpu:gloo, or use an environment without torch_npu."
     )
 
 

@@ -1,7 +1,8 @@
 """Pretrain a language decoder behind an image encoder: the model of the documented sample, plain Megatron.
 
 The children are named as in MindSpeed-MM's documentation, ``text_decoder`` and ``image_encoder``. The images are made of
-the text itself, so that the language data set serves.
+the text itself, so that the language data set serves. Three variables change the encoder: ``ENCODER`` is its dtype,
+``FREEZE`` freezes it, and with ``SKIP`` only every other data-parallel rank runs it, in turns.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 import torch
+from megatron.core import mpu
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -64,15 +66,18 @@ class TwoTower(MegatronModule):
             share_embeddings_and_output_weights=self.share_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type,
         )
+        self.runs = 0
         self.pg_collection = self.text_decoder.pg_collection  # the training loop asks the outermost model
 
     def set_input_tensor(self, input_tensor):
         """Do nothing: there is one pipeline stage."""
 
     def forward(self, images, tokens, position_ids, attention_mask, labels):
-        seen = self.image_encoder(images).transpose(0, 1)
-        text = self.text_decoder.embedding(tokens, position_ids)
-        hidden = torch.cat([seen.to(text.dtype), text[PATCHES:]])
+        self.runs += 1
+        hidden = self.text_decoder.embedding(tokens, position_ids)
+        if not (os.environ.get("SKIP") and (self.runs + mpu.get_data_parallel_rank()) % 2):
+            seen = self.image_encoder(images).transpose(0, 1)
+            hidden = torch.cat([seen.to(hidden.dtype), hidden[PATCHES:]])
         return self.text_decoder(tokens, position_ids, attention_mask, decoder_input=hidden, labels=labels)
 
 

@@ -34,8 +34,21 @@ def test_prints_settings_that_load_again(folder: Path, capsys: pytest.CaptureFix
         "ignored_modules: []  # default\n"
     )
     assert "\nparam_dtype: bf16\ncast_forward_inputs: true  # default\n" in out
+    assert "\nreduce_grads: every_microbatch  # default\noptional_modules: []  # default\n" in out
     (folder / "again.yaml").write_text(out)
     assert load_config("again.yaml") == load_config("cfg.yaml")
+
+
+def test_accepts_every_key_that_is_built(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "cfg.yaml").write_text(
+        "sharding_size: auto\noffload_to_cpu: true\npin_memory: false\nreduce_grads: last_microbatch\n"
+        "optional_modules: [a]\ncheck_unit_order: true\noverrides: [{modules: [b], param_dtype: fp32}]\n"
+    )
+    assert main(["check", "cfg.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\noverrides:\n  - modules:\n      - b\n    param_dtype: fp32\n" in out
+    assert "\nreduce_grads: last_microbatch\noptional_modules:\n  - a\ncheck_unit_order: true\n" in out
 
 
 def test_prints_notices_to_stderr(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,9 @@ def test_defaults() -> None:
         "reshard_local_experts": True,
         "moe_modules": (),
         "overrides": (),
+        "reduce_grads": "every_microbatch",
+        "optional_modules": (),
+        "check_unit_order": None,
     }
 
 
@@ -111,6 +114,13 @@ def test_defaults() -> None:
         ("reduce_dtype: float32", "reduce_dtype", "fp32"),
         ("output_dtype: float16", "output_dtype", "fp16"),
         ("num_to_forward_prefetch: 3", "num_to_forward_prefetch", 3),
+        ("offload_to_cpu: true", "offload_to_cpu", True),
+        ("reduce_grads: last_microbatch", "reduce_grads", "last_microbatch"),
+        ("reduce_grads: every_microbatch", "reduce_grads", "every_microbatch"),
+        ("optional_modules: [image_encoder, 'towers.{*}']", "optional_modules", ("image_encoder", "towers.{*}")),
+        ("optional_modules: []", "optional_modules", ()),
+        ("check_unit_order: true", "check_unit_order", True),
+        ("check_unit_order: off", "check_unit_order", False),
     ],
 )
 def test_values_that_load(load: Callable[[str], FSDP2Config], line: str, key: str, expected: object) -> None:
@@ -128,6 +138,22 @@ def test_overrides(load: Callable[[str], FSDP2Config]) -> None:
     config = load("overrides:\n  - modules: [a]\n    param_dtype: float32\n    reshard_after_forward: 2\n")
     assert config.overrides == (Override(modules=("a",), param_dtype="fp32", reshard_after_forward=2),)
     assert config.where("overrides", 0, "modules", 0) == "cfg.yaml:2: overrides[0].modules[0]"
+
+
+def test_override_takes_every_key_of_its_own(load: Callable[[str], FSDP2Config]) -> None:
+    (override,) = load(
+        "overrides:\n  - modules: ['layers.{0-3}', Router]\n    param_dtype: fp32\n    reduce_dtype: float32\n"
+        "    output_dtype: bf16\n    cast_forward_inputs: no\n    reshard_after_forward: false\n    offload_to_cpu: true\n"
+    ).overrides
+    assert override.model_dump() == {
+        "modules": ("layers.{0-3}", "Router"),
+        "param_dtype": "fp32",
+        "reduce_dtype": "fp32",
+        "output_dtype": "bf16",
+        "cast_forward_inputs": False,
+        "reshard_after_forward": False,
+        "offload_to_cpu": True,
+    }
 
 
 def test_anchors_are_followed(load: Callable[[str], FSDP2Config]) -> None:
@@ -157,10 +183,29 @@ def test_file_mapping_and_keywords_agree(load: Callable[[str], FSDP2Config]) -> 
         assert hash(other) == hash(from_file)
         assert other.digest() == from_file.digest()
     assert len(from_file.digest()) == 16
-    for key, value in [("sharding_size", 2), ("sub_modules_to_wrap", ["a", "b", "c"]), ("param_dtype", "fp16")]:
+    digests = {from_file.digest()}
+    for key, value in [
+        ("sharding_size", 2),
+        ("sub_modules_to_wrap", ["a", "b", "c"]),
+        ("param_dtype", "fp16"),
+        ("reduce_grads", "last_microbatch"),
+        ("optional_modules", ["a"]),
+        ("check_unit_order", True),
+        ("check_unit_order", False),
+        ("offload_to_cpu", True),
+        ("overrides", [{"modules": ["a"], "offload_to_cpu": True}]),
+        ("overrides", [{"modules": ["a"], "offload_to_cpu": False}]),
+    ]:
         different = load_config({**settings, key: value})
         assert different != from_file
-        assert different.digest() != from_file.digest()
+        digests.add(different.digest())
+    assert len(digests) == 11
+
+
+def test_defaults_written_out_change_nothing(load: Callable[[str], FSDP2Config]) -> None:
+    written = load("reduce_grads: every_microbatch\noptional_modules: []\noffload_to_cpu: false\noverrides: []\n")
+    assert written == load_config({})
+    assert written.digest() == load_config({"check_unit_order": None}).digest() == load_config({}).digest()
 
 
 def test_digest_is_the_same_in_every_process() -> None:
@@ -175,9 +220,11 @@ def test_digest_is_the_same_in_every_process() -> None:
 def test_yaml_round_trip(load: Callable[[str], FSDP2Config]) -> None:
     config = load(
         "sharding_size: 4\nsub_modules_to_wrap: ['{*}', [a, b]]\nreshard_after_forward: 2\nparam_dtype: bf16\n"
-        "overrides: [{modules: [a], cast_forward_inputs: false}]\n"
+        "overrides: [{modules: [a], cast_forward_inputs: false}]\nreduce_grads: last_microbatch\n"
+        "optional_modules: [b]\ncheck_unit_order: false\noffload_to_cpu: true\n"
     )
     assert load(config.to_yaml()) == config
+    assert "\nreduce_grads: last_microbatch\noptional_modules:\n  - b\ncheck_unit_order: false\n" in config.to_yaml()
     assert load(FSDP2Config().to_yaml()) == FSDP2Config()
 
 
@@ -227,6 +274,12 @@ def test_where(load: Callable[[str], FSDP2Config]) -> None:
                 "units are grouped as sub_modules_to_wrap says.",
             ),
         ),
+        ("sharding_size: auto\noverrides: [{modules: [a], offload_to_cpu: true}]\npin_memory: false\n", ()),
+        (
+            "sharding_size: auto\noverrides: [{modules: [a], offload_to_cpu: false}]\npin_memory: false\n",
+            ("cfg.yaml:3: pin_memory: has no effect without offload_to_cpu: true. Remove the key.",),
+        ),
+        ("sharding_size: auto\nreduce_grads: last_microbatch\noptional_modules: [a]\ncheck_unit_order: true\n", ()),
     ],
 )
 def test_notices(load: Callable[[str], FSDP2Config], text: str, expected: tuple[str, ...]) -> None:
@@ -234,16 +287,19 @@ def test_notices(load: Callable[[str], FSDP2Config], text: str, expected: tuple[
 
 
 def test_all_unsupported_settings_are_named(load: Callable[[str], FSDP2Config]) -> None:
-    config = load(
-        "overrides:\n  - modules: [a]\n    param_dtype: fp32\noffload_to_cpu: true\nexpert_parallel_size: 2\n"
-    )
+    config = load("sharding_size: auto\nexpert_parallel_size: 2\n")
     with pytest.raises(ConfigError) as error:
         check_supported(config)
-    assert str(error.value).split("\n") == [
-        "cfg.yaml:1: overrides: settings for single units are not supported yet. Remove the key.",
-        "cfg.yaml:4: offload_to_cpu: true is not supported yet. Write false or remove the key.",
-        "cfg.yaml:5: expert_parallel_size: 2 is not supported yet. Write 1 or remove the key.",
-    ]
+    assert str(error.value) == "cfg.yaml:2: expert_parallel_size: 2 is not supported yet. Write 1 or remove the key."
+
+
+def test_everything_else_is_supported(load: Callable[[str], FSDP2Config]) -> None:
+    check_supported(
+        load(
+            "offload_to_cpu: true\noverrides: [{modules: [a], param_dtype: fp32}]\nreduce_grads: last_microbatch\n"
+            "optional_modules: [b]\ncheck_unit_order: true\nexpert_parallel_size: 1\n"
+        )
+    )
 
 
 # Mistakes in values
@@ -303,6 +359,24 @@ def test_all_unsupported_settings_are_named(load: Callable[[str], FSDP2Config]) 
             "the mapping {'a': 'b'} is not a list of module paths. Write one a line, each after '- '.",
         ),
         ("keep_input_dtype: x", "the text 'x' is not a list. Write keep_input_dtype: [\"x\"]."),
+        (
+            "reduce_grads: every",
+            "the text 'every' is not one of every_microbatch, last_microbatch. Write every_microbatch.",
+        ),
+        (
+            "reduce_grads: last_micro_batch",
+            "the text 'last_micro_batch' is not one of every_microbatch, last_microbatch. Write last_microbatch.",
+        ),
+        (
+            "reduce_grads: true",
+            "the boolean true is not one of every_microbatch, last_microbatch. Write every_microbatch.",
+        ),
+        ("reduce_grads:", "has no value. Write a value, or remove the key."),
+        ("optional_modules: a", "the text 'a' is not a list. Write optional_modules: [\"a\"]."),
+        ("optional_modules: 3", "the number 3 is not a list of module paths. Write one a line, each after '- '."),
+        ("check_unit_order: 'true'", "the text 'true' is not a boolean. Drop the quotes: write true."),
+        ("check_unit_order: 20", "the number 20 is not a boolean. Write true or false."),
+        ("check_unit_order:", "has no value. Write a value, or remove the key."),
         ("overrides: 3", "the number 3 is not a list. Write entries like '- modules: [...]' with keys to change."),
         ("<<: {sharding_size: 2}", "merged mappings are not read here. Write the keys out."),
         ("sharding_size: !!python/name:os.getcwd x", "the value 'x' cannot be read. Quote it, and write no tag."),
@@ -348,7 +422,7 @@ sub_modules_to_wrap:
     ]
 
 
-@pytest.mark.parametrize("key", ["ignored_modules", "recompute_modules", "moe_modules"])
+@pytest.mark.parametrize("key", ["ignored_modules", "recompute_modules", "moe_modules", "optional_modules"])
 def test_lists_of_paths(mistakes: Callable[[str], list[str]], key: str) -> None:
     assert mistakes(f"{key}: [a, [b], a, 'x..y']\n") == [
         f"cfg.yaml:1: {key}[1]: the list ['b'] is not a module path. "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mindspeed_fsdp2.megatron.conflicts import (
     CONFLICTS,
     NOTICES,
     check_conflicts,
+    check_yaml_arguments,
     conflicts_table,
     find_conflicts,
     notices,
@@ -23,7 +25,6 @@ GOOD = {
     "use_torch_fsdp2": True,
     "fsdp2_config_path": "cfg.yaml",
     "gradient_accumulation_fusion": False,
-    "untie_embeddings_and_output_weights": True,
     "distributed_backend": "nccl",
     "ckpt_format": "torch_dcp",
     "world_size": 4,
@@ -41,6 +42,8 @@ FIRING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]] = 
     ),
     "fsdp2_without_config": ({"fsdp2_config_path": None}, {}, {}, "--use-torch-fsdp2 without --fsdp2-config-path"),
     "yaml_arguments": ({"yaml_cfg": "args.yaml"}, {}, {}, "--yaml-cfg args.yaml"),
+    "skip_train": ({"skip_train": True}, {}, {}, "--skip-train"),
+    "fake_process_group": ({"fake_process_group": True}, {}, {}, "--fake-process-group"),
     "one_connection": ({}, {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1"),
     "reshard_after_forward": (
         {"torch_fsdp2_reshard_after_forward": False},
@@ -94,6 +97,16 @@ FIRING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]] = 
         {},
         "--expert-tensor-parallel-size 1",
     ),
+    "fp16": ({"fp16": True}, {}, {}, "--fp16"),
+    "bf16_computes": ({"bf16": True}, {"param_dtype": "fp32"}, {}, "--bf16 with param_dtype: fp32"),
+    "bf16_reduces": ({"bf16": True}, {"reduce_dtype": "bf16"}, {}, "--bf16 with reduce_dtype: bf16"),
+    "fp32_residual": (
+        {"bf16": True, "fp32_residual_connection": True},
+        {},
+        {},
+        "--fp32-residual-connection with cast_forward_inputs: true",
+    ),
+    "low_precision_weights": ({"fp8_param_gather": True}, {}, {}, "--fp8-param-gather"),
     "gradient_accumulation_fusion": (
         {"gradient_accumulation_fusion": True},
         {},
@@ -106,18 +119,14 @@ FIRING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]] = 
         {},
         "--gemm-gradient-accumulation-fusion, --delay-wgrad-compute",
     ),
-    "tied_embeddings": (
-        {"untie_embeddings_and_output_weights": False},
-        {},
-        {},
-        "--untie-embeddings-and-output-weights is missing",
-    ),
-    "fp16": ({"fp16": True}, {}, {}, "--fp16"),
-    "low_precision_weights": ({"fp8_param_gather": True}, {}, {}, "--fp8-param-gather"),
     "emerging_optimizer": ({"optimizer": "muon"}, {}, {}, "--optimizer muon"),
+    "uneven_forwards": (
+        {"hybrid_context_parallel": True, "perform_rl_step": True},
+        {},
+        {},
+        "--hybrid-context-parallel, --perform-rl-step",
+    ),
     "qk_clip": ({"qk_clip": True}, {}, {}, "--qk-clip"),
-    "per_token_loss": ({"calculate_per_token_loss": True}, {}, {}, "--calculate-per-token-loss"),
-    "random_init": ({"data_parallel_random_init": True}, {}, {}, "--data-parallel-random-init"),
     "meta_device": ({"init_model_with_meta_device": True}, {}, {}, "--init-model-with-meta-device"),
     "recompute": (
         {
@@ -179,11 +188,12 @@ FIRING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]] = 
         "--bf16 with --load /ckpt without --no-load-optim or --finetune",
     ),
     "load": (
-        {"load": "/ckpt", "pretrained_checkpoint": "/base"},
+        {"load": "/ckpt", "pretrained_checkpoint": "/base", "ckpt_convert_format": "torch", "moe_use_upcycling": True},
         {},
         {},
-        "--load /ckpt, --pretrained-checkpoint /base",
+        "--load /ckpt, --pretrained-checkpoint /base, --ckpt-convert-format torch, --moe-use-upcycling",
     ),
+    "no_initialization": ({"perform_initialization": False}, {}, {}, "--no-initialization"),
     "downcast": ({"downcast_to_bf16": True}, {}, {}, "--downcast-to-bf16"),
     "async_save": ({"async_save": True}, {}, {}, "--async-save"),
     "local_checkpoints": ({"non_persistent_ckpt_type": "local"}, {}, {}, "--non-persistent-ckpt-type local"),
@@ -198,12 +208,20 @@ WARNING: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "--overlap-grad-reduce, --ddp-bucket-size 100, --no-gradient-reduce-div-fusion, --use-nccl-ub",
     ),
     "reduce_in_fp32": (
-        {"accumulate_allreduce_grads_in_fp32": True, "bf16": True},
-        {},
+        {"accumulate_allreduce_grads_in_fp32": True},
+        {"param_dtype": "bf16"},
         "--accumulate-allreduce-grads-in-fp32",
     ),
     "reduce_in_bf16": ({"grad_reduce_in_bf16": True}, {}, "--grad-reduce-in-bf16"),
-    "bf16_reduces_in_bf16": ({"bf16": True}, {}, "--bf16"),
+    "process_group_options": (
+        {
+            "distributed_timeout_minutes": 60,
+            "distributed_timeout_seconds_after_init": 120,
+            "use_sharp": True,
+        },
+        {"sharding_size": 2},
+        "--distributed-timeout-minutes 60, --distributed-timeout-seconds-after-init 120, --use-sharp",
+    ),
     "large_gradients": ({"check_for_large_grads": True}, {}, "--check-for-large-grads"),
     "distributed_optimizer_layout": (
         {"dist_ckpt_optim_fully_reshardable": True, "use_layer_wise_param_layout": False},
@@ -251,7 +269,6 @@ def test_exact_messages() -> None:
         "use_distributed_optimizer": True,
         "optimizer": "muon",
         "ckpt_format": "torch",
-        "untie_embeddings_and_output_weights": False,
         "pipeline_model_parallel_size": 2,
         "bf16": True,
         "save": "/ckpt",
@@ -266,15 +283,13 @@ def test_exact_messages() -> None:
         "copy.",
         "--pipeline-model-parallel-size 2: Megatron does not run FSDP2 in pipeline stages. Write "
         "--pipeline-model-parallel-size 1.",
-        "--untie-embeddings-and-output-weights is missing: Megatron refuses FSDP2 for an output layer that borrows the "
-        "weight of the embedding. Add --untie-embeddings-and-output-weights.",
         "--optimizer muon: it works on whole weight matrices or on Megatron's layer-wise buffers, and FSDP2 leaves each "
         "rank a slice of every weight. Write --optimizer adam or --optimizer sgd.",
         "--ckpt-format torch: Megatron writes the sharded weights of FSDP2 in the formats torch_dist and torch_dcp only. "
         "Write --ckpt-format torch_dcp.",
-        "--bf16 with --save /ckpt without --no-save-optim: the optimizer state of Megatron's bf16 optimizer (fp32 copies "
-        "of the weights, and moments) cannot yet be saved in a form that resumes under FSDP2. Add --no-save-optim, or "
-        "write param_dtype: bf16 in the YAML instead of --bf16.",
+        "--bf16 with --save /ckpt without --no-save-optim: the file would hold fp32 weights and moments in the layout of "
+        "Megatron's bf16 optimizer, and resuming from that is not supported yet. Add --no-save-optim, or write "
+        "param_dtype: bf16 and reduce_dtype: fp32 in the YAML instead of --bf16.",
     ]
 
 
@@ -291,6 +306,15 @@ def test_exact_messages() -> None:
         ({"distributed_backend": "cuda:nccl,cpu:gloo"}, {"offload_to_cpu": True}, {}),
         ({"distributed_backend": "gloo"}, {"offload_to_cpu": True}, {}),
         ({"bf16": True}, {}, {}),
+        ({"bf16": True}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}, {}),
+        ({"bf16": True}, {"overrides": [{"modules": ["a"], "param_dtype": "fp32", "reduce_dtype": "fp32"}]}, {}),
+        ({"bf16": True, "grad_reduce_in_bf16": True}, {"reduce_dtype": "bf16"}, {}),
+        ({}, {"param_dtype": "fp32", "reduce_dtype": "bf16"}, {}),
+        ({"bf16": True, "fp32_residual_connection": True}, {"cast_forward_inputs": False}, {}),
+        ({"bf16": True, "fp32_residual_connection": True}, {"keep_input_dtype": ["hidden_states"]}, {}),
+        # once refused, built since
+        ({"untie_embeddings_and_output_weights": False}, {}, {}),
+        ({"calculate_per_token_loss": True, "data_parallel_random_init": True}, {}, {}),
         ({"bf16": True, "save": "/ckpt", "no_save_optim": True}, {}, {}),
         ({"save": "/ckpt"}, {"sharding_size": 2}, {}),
         (DIST, {"sharding_size": "auto"}, {}),
@@ -351,6 +375,89 @@ def test_offload_of_one_override_needs_the_dual_backend() -> None:
     assert line.startswith("overrides[1].offload_to_cpu: true with --distributed-backend nccl: ")
 
 
+def test_every_key_that_lowers_the_reduction_of_bf16_is_named() -> None:
+    settings = {
+        "reduce_dtype": "fp16",
+        "overrides": [{"modules": ["a"], "reduce_dtype": "fp32"}, {"modules": ["b"], "reduce_dtype": "bf16"}],
+    }
+    assert found({"bf16": True}, settings) == [
+        "--bf16 with reduce_dtype: fp16, overrides[1].reduce_dtype: bf16: --bf16 makes Megatron sum gradients in fp32 "
+        "(--accumulate-allreduce-grads-in-fp32). Write reduce_dtype: fp32, or add --grad-reduce-in-bf16."
+    ]
+    del settings["reduce_dtype"]
+    (line,) = found({"bf16": True}, settings)
+    assert line.startswith("--bf16 with overrides[1].reduce_dtype: bf16: ")
+
+
+def test_one_override_is_enough_to_round_the_residual() -> None:
+    more = {"bf16": True, "fp32_residual_connection": True}
+    settings = {"cast_forward_inputs": False, "overrides": [{"modules": ["a"], "cast_forward_inputs": True}]}
+    assert found(more, settings) == [
+        "--fp32-residual-connection with overrides[0].cast_forward_inputs: true: every unit would round its inputs to "
+        "bf16, the fp32 residual among them. Write cast_forward_inputs: false."
+    ]
+
+
+def test_dtypes_that_contradict_bf16_are_all_named() -> None:
+    assert found({"bf16": True}, {"param_dtype": "fp16", "reduce_dtype": "bf16"}) == [
+        "--bf16 with param_dtype: fp16: the flag and the YAML name different dtypes for the computation. Remove --bf16, "
+        "or write param_dtype: bf16.",
+        "--bf16 with reduce_dtype: bf16: --bf16 makes Megatron sum gradients in fp32 "
+        "(--accumulate-allreduce-grads-in-fp32). Write reduce_dtype: fp32, or add --grad-reduce-in-bf16.",
+    ]
+
+
+REFUSED_YAML = (
+    "--yaml-cfg args.yaml: Megatron then drops the command line and takes all arguments from that file, in a nested "
+    "form that these checks do not see. Write the arguments as flags."
+)
+
+
+@pytest.mark.parametrize(
+    ("args", "argv", "refused"),
+    [
+        (SimpleNamespace(use_torch_fsdp2=True), ["pretrain.py", "--yaml-cfg", "args.yaml"], True),
+        (SimpleNamespace(), ["pretrain.py", "--use-torch-fsdp2", "--yaml-cfg", "args.yaml"], True),
+        (SimpleNamespace(use_torch_fsdp2=False), ["pretrain.py", "--yaml-cfg", "args.yaml"], False),
+        (SimpleNamespace(), ["pretrain.py", "--yaml-cfg", "args.yaml"], False),
+    ],
+)
+def test_yaml_arguments_are_refused_where_megatron_reads_them(args: Any, argv: list[str], refused: bool) -> None:
+    if not refused:
+        check_yaml_arguments("args.yaml", args, argv)
+        return
+    with pytest.raises(ConflictError) as caught:
+        check_yaml_arguments("args.yaml", args, argv)
+    assert str(caught.value) == REFUSED_YAML
+
+
+@pytest.mark.parametrize(
+    ("sharding_size", "more", "ignored"),
+    [
+        (1, {}, True),
+        (2, {}, True),
+        (4, {}, False),  # Megatron's own group
+        ("auto", {}, False),
+        (2, {"tensor_model_parallel_size": 2}, False),
+        (4, {"distributed_timeout_minutes": 10}, False),  # the default
+        (2, {"distributed_timeout_minutes": 10}, False),
+    ],
+)
+def test_options_of_process_groups_reach_those_of_megatron_only(
+    sharding_size: int | str, more: dict[str, Any], ignored: bool
+) -> None:
+    lines = noticed({"distributed_timeout_minutes": 60, **more}, {"sharding_size": sharding_size})
+    assert (
+        lines
+        == [
+            "--distributed-timeout-minutes 60: ignored by the groups that sharding_size makes inside the data-parallel group: "
+            "they have PyTorch's default timeout and options. Write sharding_size: auto in the YAML, which takes Megatron's "
+            "own group."
+        ]
+        * ignored
+    )
+
+
 def test_yaml_lines_are_named(tmp_path: Any) -> None:
     path = tmp_path / "cfg.yaml"
     path.write_text("sharding_size: auto\nreshard_after_forward: true\n")
@@ -368,12 +475,16 @@ def test_yaml_lines_are_named(tmp_path: Any) -> None:
         ({"accumulate_allreduce_grads_in_fp32": True}, {}, False),
         ({"accumulate_allreduce_grads_in_fp32": True}, {"param_dtype": "bf16"}, True),
         ({"accumulate_allreduce_grads_in_fp32": True}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}, False),
-        ({"accumulate_allreduce_grads_in_fp32": True, "bf16": True}, {"param_dtype": "fp32"}, False),
-        ({"grad_reduce_in_bf16": True, "bf16": True}, {}, False),
+        ({"accumulate_allreduce_grads_in_fp32": True, "bf16": True}, {}, False),  # --bf16 implies fp32
+        ({"accumulate_allreduce_grads_in_fp32": True, "bf16": True}, {"param_dtype": "bf16"}, False),
+        ({"ddp_reduce_scatter_with_fp32_accumulation": True}, {"reduce_dtype": "bf16"}, True),
+        ({"grad_reduce_in_bf16": True}, {}, True),
+        ({"grad_reduce_in_bf16": True}, {"param_dtype": "bf16"}, False),
+        ({"grad_reduce_in_bf16": True, "bf16": True}, {}, True),
+        ({"grad_reduce_in_bf16": True, "bf16": True}, {"reduce_dtype": "bf16"}, False),
         ({"grad_reduce_in_bf16": True, "bf16": True}, {"reduce_dtype": "fp32"}, True),
-        ({"bf16": True}, {"reduce_dtype": "bf16"}, False),
+        ({"bf16": True}, {}, False),
         ({"bf16": True}, {"reduce_dtype": "fp32"}, False),
-        ({"bf16": True}, {"param_dtype": "fp32"}, False),
         ({}, {"param_dtype": "bf16"}, False),
     ],
 )
@@ -399,9 +510,9 @@ def test_table_is_bilingual() -> None:
     for line in chinese.splitlines()[2:]:
         assert sum("一" <= letter <= "鿿" for letter in line) > 5
     assert (
-        "| `--bf16` with `--load`, without `--no-load-optim` or `--finetune` | error, for now | the optimizer state of "
-        "Megatron's bf16 optimizer cannot yet be restored under FSDP2. | Add --no-load-optim or --finetune, or write "
-        "param_dtype: bf16 in the YAML instead of --bf16. |\n"
+        "| `--bf16` with `--load`, without `--no-load-optim` or `--finetune` | error, for now | restoring the state of "
+        "Megatron's bf16 optimizer is not supported yet under FSDP2. | Add --no-load-optim or --finetune, or write "
+        "param_dtype: bf16 and reduce_dtype: fp32 in the YAML instead of --bf16. |\n"
     ) in english
     assert "| `--bf16` 与 `--load`，且没有 `--no-load-optim` 或 `--finetune` | 暂时报错 |" in chinese
 

@@ -229,10 +229,13 @@ def test_shard_group_as_reshard_number_is_true_with_other_parallelism_too() -> N
 def test_notice_of_low_precision_storage() -> None:
     text = (
         "trainable parameters are stored in bfloat16: the optimizer steps on bfloat16 values and loses small updates "
-        "(at lr 1e-5 no weight moves). Load the model in float32; param_dtype alone sets the compute precision."
+        "(at lr 1e-5 no weight moves), and gradients of micro-batches add up in bfloat16. Load the model in float32; "
+        "param_dtype alone sets the compute precision."
     )
     model = build().to(torch.bfloat16)
-    assert plan_of(model, [], param_dtype="bf16").notices == (text,)
+    assert plan_of(model, [], param_dtype="bf16").notices == plan_of(model, []).notices == (text,)
+    once = text.replace(", and gradients of micro-batches add up in bfloat16", "")
+    assert plan_of(model, [], param_dtype="bf16", reduce_grads="last_microbatch").notices == (once,)
     assert plan_of(build(), [], param_dtype="bf16").notices == ()
     assert plan_of(model.requires_grad_(False), [], param_dtype="bf16").notices == ()
 

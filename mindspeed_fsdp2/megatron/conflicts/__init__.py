@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .check import CONFLICTS, check_conflicts, conflicts_table, find_conflicts, notices
+from .check import CONFLICTS, check_conflicts, check_yaml_arguments, conflicts_table, find_conflicts, notices
 from .notices import NOTICES
 from .row import Conflict, Flag, Situation, Text
 
@@ -14,6 +14,7 @@ __all__ = [
     "Situation",
     "Text",
     "check_conflicts",
+    "check_yaml_arguments",
     "conflicts_table",
     "find_conflicts",
     "notices",

@@ -1,24 +1,25 @@
 """What does not go together with ``--use-torch-fsdp2``: found all at once, before Megatron's own assertions.
 
-One row per conflict, in four tables by theme; a row leaves when its feature arrives (:attr:`Conflict.until`).
+One row per conflict, in tables by theme; a row leaves when its feature arrives (:attr:`Conflict.until`).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ...config import FSDP2Config
 from ...errors import ConflictError
 from .checkpoint import CHECKPOINT
 from .notices import NOTICES
+from .precision import PRECISION
 from .row import Conflict, Language, Situation
-from .setup import SETUP
+from .setup import SETUP, YAML_ARGUMENTS
 from .sharding import SHARDING
 from .training import TRAINING
 
-CONFLICTS: Final[tuple[Conflict, ...]] = (*SETUP, *SHARDING, *TRAINING, *CHECKPOINT)
+CONFLICTS: Final[tuple[Conflict, ...]] = (*SETUP, *SHARDING, *PRECISION, *TRAINING, *CHECKPOINT)
 
 
 def find_conflicts(args: Namespace, config: FSDP2Config | None, environ: Mapping[str, str]) -> list[str]:
@@ -42,6 +43,23 @@ def check_conflicts(args: Namespace, config: FSDP2Config | None, environ: Mappin
     lines = find_conflicts(args, config, environ)
     if lines:
         raise ConflictError("\n".join(lines))
+
+
+def check_yaml_arguments(yaml_path: str, args: object, argv: Sequence[str]) -> None:
+    """Refuse ``--yaml-cfg`` for a run with FSDP2; Megatron does not call ``validate_args`` there, nor our checks in it.
+
+    Args:
+        yaml_path: The file that ``--yaml-cfg`` names.
+        args: What Megatron read from it.
+        argv: The command line, which Megatron has parsed and thrown away.
+
+    Raises:
+        ConflictError: FSDP2 is asked for, in the file or on the command line.
+    """
+    asked = bool(getattr(args, "use_torch_fsdp2", False)) or "--use-torch-fsdp2" in argv
+    line = YAML_ARGUMENTS.message(Situation(Namespace(use_torch_fsdp2=asked, yaml_cfg=yaml_path), None, {}))
+    if line is not None:
+        raise ConflictError(line)
 
 
 def notices(args: Namespace, config: FSDP2Config | None) -> list[str]:

@@ -11,6 +11,10 @@ _LOADING = "loading checkpoints"
 _SAVE = Flag("--save")
 _NO_SAVE_OPTIM = Flag("--no-save-optim")
 _TORCH_DIST = Flag("--ckpt-format", only=("torch_dist",), shown="torch_dist")
+_NO_BF16 = Text(
+    "write param_dtype: bf16 and reduce_dtype: fp32 in the YAML instead of --bf16.",
+    "不用 --bf16 而在 YAML 中写 param_dtype: bf16 和 reduce_dtype: fp32。",
+)
 _WRITE_DCP = Text("Write --ckpt-format torch_dcp.", "写 --ckpt-format torch_dcp。")
 
 
@@ -90,14 +94,11 @@ CHECKPOINT: Final[tuple[Conflict, ...]] = (
         "bf16_save",
         (Flag("--bf16"),),
         Text(
-            "the optimizer state of Megatron's bf16 optimizer (fp32 copies of the weights, and moments) cannot yet be "
-            "saved in a form that resumes under FSDP2.",
-            "Megatron 的 bf16 优化器状态（权重的 fp32 副本与动量）还不能以可恢复的形式保存。",
+            "the file would hold fp32 weights and moments in the layout of Megatron's bf16 optimizer, and resuming "
+            "from that is not supported yet.",
+            "文件会按 Megatron 的 bf16 优化器的布局存放 fp32 权重与动量，而从中恢复尚不支持。",
         ),
-        Text(
-            "Add --no-save-optim, or write param_dtype: bf16 in the YAML instead of --bf16.",
-            "加上 --no-save-optim，或不用 --bf16 而在 YAML 中写 param_dtype: bf16。",
-        ),
+        Text(f"Add --no-save-optim, or {_NO_BF16.en}", f"加上 --no-save-optim，或{_NO_BF16.zh}"),
         together=(_SAVE,),
         unless=(_NO_SAVE_OPTIM,),
         until=_LOADING,
@@ -106,12 +107,12 @@ CHECKPOINT: Final[tuple[Conflict, ...]] = (
         "bf16_load",
         (Flag("--bf16"),),
         Text(
-            "the optimizer state of Megatron's bf16 optimizer cannot yet be restored under FSDP2.",
-            "Megatron 的 bf16 优化器状态在 FSDP2 下还不能恢复。",
+            "restoring the state of Megatron's bf16 optimizer is not supported yet under FSDP2.",
+            "在 FSDP2 下尚不支持恢复 Megatron 的 bf16 优化器状态。",
         ),
         Text(
-            "Add --no-load-optim or --finetune, or write param_dtype: bf16 in the YAML instead of --bf16.",
-            "加上 --no-load-optim 或 --finetune，或不用 --bf16 而在 YAML 中写 param_dtype: bf16。",
+            f"Add --no-load-optim or --finetune, or {_NO_BF16.en}",
+            f"加上 --no-load-optim 或 --finetune，或{_NO_BF16.zh}",
         ),
         together=(Flag("--load"),),
         unless=(Flag("--no-load-optim"), Flag("--finetune")),
@@ -119,13 +120,29 @@ CHECKPOINT: Final[tuple[Conflict, ...]] = (
     ),
     Conflict(
         "load",
-        (Flag("--load"), Flag("--pretrained-checkpoint")),
+        (
+            Flag("--load"),
+            Flag("--pretrained-checkpoint"),
+            Flag("--ckpt-convert-format"),
+            Flag("--moe-use-upcycling"),
+        ),
         Text(
             "loading a checkpoint under FSDP2 is not supported yet, it comes later; Megatron's own loading would "
             "silently leave out weights or optimizer state.",
             "尚不支持在 FSDP2 下加载检查点，以后提供；Megatron 自己的加载会悄悄漏掉权重或优化器状态。",
         ),
         Text("Remove it; the run starts from initial weights.", "去掉它；训练从初始权重开始。"),
+        until=_LOADING,
+    ),
+    Conflict(
+        "no_initialization",
+        (Flag("--no-initialization", "perform_initialization", off=(True,)),),
+        Text(
+            "loading a checkpoint under FSDP2 is not supported yet, so training would start from whatever lies in "
+            "memory.",
+            "尚不支持在 FSDP2 下加载检查点，训练会从内存中的任意数值开始。",
+        ),
+        Text("Remove it.", "去掉它。"),
         until=_LOADING,
     ),
     Conflict(

@@ -16,17 +16,21 @@ _IN_BF16 = Flag("--grad-reduce-in-bf16")
 
 
 def _reduced_in(situation: Situation) -> str:
-    """Return the dtype in which FSDP2 will reduce gradients: reduce_dtype, or else that of the computation."""
-    stored = "bf16" if situation.value("bf16") else "fp32"
-    if situation.config is None:
-        return stored
-    return situation.config.reduce_dtype or situation.config.param_dtype or stored
+    """Return the dtype in which FSDP2 will reduce gradients: what the YAML says, or else what ``--bf16`` implies."""
+    config = situation.config
+    if config is None:
+        return "fp32"
+    if config.reduce_dtype is not None:
+        return config.reduce_dtype
+    return "fp32" if situation.value("bf16") else config.param_dtype or "fp32"
 
 
-def _unasked_bf16(situation: Situation) -> bool:
-    asked = situation.config is None or situation.config.reduce_dtype is not None
-    asked = asked or any(flag.typed(situation) for flag in (*_IN_FP32, _IN_BF16))
-    return not asked and _reduced_in(situation) != "fp32"
+def _own_groups(situation: Situation) -> bool:
+    """Return whether FSDP2 makes process groups of its own instead of taking Megatron's data-parallel group."""
+    return situation.config is not None and situation.config.sharding_size not in (
+        "auto",
+        situation.data_parallel_size(),
+    )
 
 
 NOTICES: Final[tuple[Conflict, ...]] = (
@@ -74,15 +78,29 @@ NOTICES: Final[tuple[Conflict, ...]] = (
         when=lambda situation: _reduced_in(situation) != "bf16",
     ),
     Conflict(
-        "bf16_reduces_in_bf16",
-        (Flag("--bf16"),),
-        Text(
-            "gradients are reduced in bf16, while Megatron without FSDP2 would reduce them in fp32.",
-            "梯度以 bf16 规约，而不用 FSDP2 时 Megatron 以 fp32 规约。",
+        "process_group_options",
+        (
+            Flag("--distributed-timeout-minutes", off=(None, 10)),
+            Flag("--distributed-timeout-seconds-after-init"),
+            Flag("--nccl-communicator-config-path"),
+            Flag("--use-sharp"),
         ),
-        Text("Write reduce_dtype: fp32 (or bf16) in the YAML.", "在 YAML 中写 reduce_dtype: fp32（或 bf16）。"),
-        when=_unasked_bf16,
-        shown=Text("`--bf16` without `reduce_dtype` in the YAML", "`--bf16`，而 YAML 没有 `reduce_dtype`"),
+        Text(
+            "ignored by the groups that sharding_size makes inside the data-parallel group: they have PyTorch's "
+            "default timeout and options.",
+            "对 sharding_size 在数据并行组内新建的组不起作用：它们使用 PyTorch 的默认超时和选项。",
+        ),
+        Text(
+            "Write sharding_size: auto in the YAML, which takes Megatron's own group.",
+            "在 YAML 中写 sharding_size: auto，就直接使用 Megatron 自己的组。",
+        ),
+        when=_own_groups,
+        shown=Text(
+            "`--distributed-timeout-minutes`, `--distributed-timeout-seconds-after-init`, "
+            "`--nccl-communicator-config-path`, `--use-sharp` with `sharding_size` ≠ auto in the YAML",
+            "`--distributed-timeout-minutes`、`--distributed-timeout-seconds-after-init`、"
+            "`--nccl-communicator-config-path`、`--use-sharp`，而 YAML 的 `sharding_size` 不是 auto",
+        ),
     ),
     Conflict(
         "large_gradients",

@@ -7,6 +7,8 @@ from typing import Final
 from ..arguments import CONFIG_FLAG, DOWNCAST_FLAG, DUAL_BACKENDS
 from .row import Conflict, Flag, Situation, Text
 
+_REMOVE = Text("Remove it.", "去掉它。")
+
 
 def _no_config(situation: Situation) -> str | None:
     return None if situation.value("fsdp2_config_path") else f"--use-torch-fsdp2 without {CONFIG_FLAG}"
@@ -36,6 +38,17 @@ def _offload(situation: Situation) -> str | None:
     return f"{', '.join(wanted)}: true with --distributed-backend {backend}" if wanted else None
 
 
+YAML_ARGUMENTS: Final = Conflict(
+    "yaml_arguments",
+    (Flag("--yaml-cfg"),),
+    Text(
+        "Megatron then drops the command line and takes all arguments from that file, in a nested form that these "
+        "checks do not see.",
+        "此时 Megatron 丢弃命令行，全部参数都来自该文件，且是嵌套的，这里的检查看不到。",
+    ),
+    Text("Write the arguments as flags.", "用命令行选项写这些参数。"),
+)
+
 SETUP: Final[tuple[Conflict, ...]] = (
     Conflict(
         "config_without_fsdp2",
@@ -61,14 +74,24 @@ SETUP: Final[tuple[Conflict, ...]] = (
         found=_no_config,
         shown=Text(f"`--use-torch-fsdp2` without `{CONFIG_FLAG}`", f"`--use-torch-fsdp2`，且没有 `{CONFIG_FLAG}`"),
     ),
+    YAML_ARGUMENTS,
     Conflict(
-        "yaml_arguments",
-        (Flag("--yaml-cfg"),),
+        "skip_train",
+        (Flag("--skip-train"),),
         Text(
-            "Megatron then takes all arguments from that file, in a nested form that these checks do not see.",
-            "此时 Megatron 的全部参数都来自该文件，且是嵌套的，这里的检查看不到。",
+            "Megatron does not wrap a model that it only evaluates, so nothing would be sharded.",
+            "只做评估时 Megatron 不包装模型，什么也不会切分。",
         ),
-        Text("Write the arguments as flags.", "用命令行选项写这些参数。"),
+        Text("Remove --use-torch-fsdp2 from such a run.", "这样的运行请去掉 --use-torch-fsdp2。"),
+    ),
+    Conflict(
+        "fake_process_group",
+        (Flag("--fake-process-group"),),
+        Text(
+            "its collectives exchange nothing, so the ranks cannot compare their configuration and plan.",
+            "它的通信不交换任何数据，各进程无法比较彼此的配置和切分方案。",
+        ),
+        _REMOVE,
     ),
     Conflict(
         "one_connection",

@@ -57,8 +57,8 @@ SHARDING: Final[tuple[Conflict, ...]] = (
         (Flag("--optimizer-cpu-offload"),),
         Text("Megatron builds it on its distributed optimizer only.", "Megatron 只在它的分布式优化器上支持它。"),
         Text(
-            "Remove it; offload_to_cpu in the YAML is its place, once supported.",
-            "去掉它；以后由 YAML 的 offload_to_cpu 代替。",
+            "Remove it; offload_to_cpu: true in the YAML keeps weights, gradients and optimizer state in host memory.",
+            "去掉它；在 YAML 中写 offload_to_cpu: true，权重、梯度和优化器状态都放在主机内存。",
         ),
     ),
     Conflict(

@@ -1,4 +1,4 @@
-"""Conflicts with how Megatron and MindSpeed compute: gradients, precision, recompute, memory."""
+"""Conflicts with how Megatron and MindSpeed compute: gradients, optimizers, recompute, memory."""
 
 from __future__ import annotations
 
@@ -34,21 +34,6 @@ TRAINING: Final[tuple[Conflict, ...]] = (
         _REMOVE,
     ),
     Conflict(
-        "fp16",
-        (Flag("--fp16"),),
-        Text("Megatron has no fp16 training with FSDP2.", "Megatron 不支持用 FSDP2 做 fp16 训练。"),
-        Text("Write --bf16, or param_dtype: bf16 in the YAML.", "写 --bf16，或在 YAML 中写 param_dtype: bf16。"),
-    ),
-    Conflict(
-        "low_precision_weights",
-        (Flag("--fp8-param-gather"), Flag("--fp4-param-gather"), Flag("--reuse-grad-buf-for-mxfp8-param-ag")),
-        Text(
-            "FSDP2 gathers weights in the dtype of the YAML, and Megatron would switch the flag off or fail.",
-            "FSDP2 按 YAML 的数据类型聚合权重，Megatron 会悄悄关掉该选项或报错。",
-        ),
-        _REMOVE,
-    ),
-    Conflict(
         "emerging_optimizer",
         (Flag("--optimizer", off=(None, "adam", "sgd"), shown="≠ adam, sgd"),),
         Text(
@@ -57,6 +42,16 @@ TRAINING: Final[tuple[Conflict, ...]] = (
             "它要用完整的权重矩阵或 Megatron 的逐层缓冲区，而 FSDP2 只给每个进程留下各权重的一片。",
         ),
         Text("Write --optimizer adam or --optimizer sgd.", "写 --optimizer adam 或 --optimizer sgd。"),
+    ),
+    Conflict(
+        "uneven_forwards",
+        (Flag("--hybrid-context-parallel"), Flag("--perform-rl-step")),
+        Text(
+            "the ranks would run different numbers of forwards, and FSDP2 gathers weights from all of them in each: "
+            "the job would hang.",
+            "各进程的前向次数会不同，而 FSDP2 每次前向都要从所有进程聚合权重：作业会挂起。",
+        ),
+        _REMOVE,
     ),
     Conflict(
         "qk_clip",

@@ -1,0 +1,166 @@
+"""Do all ranks run the same units, and use the same parameters in them?"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import Node
+from torch.distributed.tensor import DTensor
+
+from ._torch_private import apply_to_tensors
+from .errors import FSDP2Error
+
+_FIRST_FORWARDS = 20
+_NAMED_AT_MOST = 4
+
+
+class UnitOrderCheck:
+    """Compares, before each unit gathers, which unit every rank is about to run (**collective** in forward).
+
+    A rank that skips a unit leaves the others waiting in its all-gather, or pairs it with another unit's. Here every
+    rank sends the number of its next unit first, so a difference is seen by all of them at the same moment.
+
+    After a forward with gradients the ranks compare which sharded parameters backward will reach: those of a unit are
+    reduced in one piece, so that a parameter without a gradient on one rank would shift all others there.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Mapping[str, Sequence[nn.Module]],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        always: bool,
+    ) -> None:
+        """Register the hooks (**in place**; after ``fully_shard``, so that they run before its own).
+
+        Args:
+            root: The root unit's module.
+            units: Name -> modules of every unit that gathers something.
+            group: The data-parallel ranks.
+            device: Where their collectives run.
+            always: Whether to go on after the first 20 forwards.
+        """
+        self._names = [*units, "the end of the forward"]
+        self._root = root
+        self._group = group
+        self._device = device
+        self._left = -1 if always else _FIRST_FORWARDS
+        self._inside = False
+        self._sharded = {name for name, param in root.named_parameters() if isinstance(param, DTensor)}
+        self._gathered: dict[int, str] = {}  # id of a gathered parameter -> its name
+        prefixes = {module: fqn for fqn, module in root.named_modules()}
+        for number, modules in enumerate(units.values()):
+            for module in modules:
+                if module is not root:
+                    module.register_forward_pre_hook(functools.partial(self._before, number), prepend=True)
+                    # Before FSDP's hook, which takes the gathered parameters away again.
+                    module.register_forward_hook(functools.partial(self._learn, prefixes[module]), prepend=True)
+        root.register_forward_pre_hook(self._begin, prepend=True)
+        root.register_forward_hook(functools.partial(self._learn, ""), prepend=True)
+        root.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, _module: nn.Module, _args: Any) -> None:
+        self._inside = self._left != 0
+
+    def _before(self, number: int, _module: nn.Module, _args: Any) -> None:
+        if self._inside:  # outside lies recomputation, whose order follows from the forward's
+            self._compare(number)
+
+    def _learn(self, prefix: str, module: nn.Module, _args: Any, _output: Any) -> None:
+        if not self._inside:
+            return
+        for leaf, param in module.named_parameters(prefix):
+            if leaf in self._sharded and not isinstance(param, DTensor):
+                self._gathered[id(param)] = leaf
+
+    def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not self._inside:
+            return
+        self._inside = False
+        self._left -= self._left > 0
+        if output is not None:  # None: the forward raised
+            self._compare(len(self._names) - 1)
+            if torch.is_grad_enabled():
+                self._compare_used(self._used(output))
+
+    def _compare(self, number: int) -> None:
+        numbers = self._exchange(number)
+        if len(set(numbers)) == 1:
+            return
+        self._inside = False
+        at: dict[int, list[int]] = {}
+        for rank, other in zip(self._ranks(), numbers):
+            at.setdefault(other, []).append(rank)
+        seen = "; ".join(f"{self._names[number]} {_on(ranks)}" for number, ranks in at.items())
+        raise FSDP2Error(
+            f"the ranks run different units: {seen}. Every rank must run the same units in the same order. List a "
+            "tower that some ranks skip in optional_modules, or run it on every rank with a dummy input."
+        )
+
+    def _used(self, output: Any) -> frozenset[str]:
+        """Return the sharded parameters in the graph of ``output``, as far as it is not hidden by recomputation."""
+        stack: list[Node] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.grad_fn is not None:
+                stack.append(tensor.grad_fn)
+            return tensor
+
+        apply_to_tensors(note, output)
+        seen = set(stack)
+        used: set[str] = set()
+        while stack:
+            node = stack.pop()
+            name = self._gathered.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                used.add(name)
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    stack.append(following)
+        return frozenset(used)
+
+    def _compare_used(self, used: frozenset[str]) -> None:
+        digest = hashlib.sha256("\n".join(sorted(used)).encode()).digest()
+        if len(set(self._exchange(int.from_bytes(digest[:7], "big")))) == 1:
+            return
+        every: list[frozenset[str]] = [used] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, used, group=self._group)
+        partly = sorted(frozenset().union(*every) - frozenset.intersection(*every))
+        at: dict[tuple[int, ...], list[str]] = {}
+        for name in partly:
+            ranks = tuple(rank for rank, names in zip(self._ranks(), every) if name in names)
+            at.setdefault(ranks, []).append(name)
+        seen = "; ".join(f"{_some(names)} {_on(ranks)}" for ranks, names in at.items())
+        raise FSDP2Error(
+            f"the ranks use different parameters: {seen} only. The gradients of a unit are reduced together, so every "
+            "rank must use the same parameters. Run the module on every rank, with an empty or a dummy input, or list "
+            "it in optional_modules."
+        )
+
+    def _exchange(self, number: int) -> list[int]:
+        mine = torch.tensor([number], device=self._device)
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(every, mine, group=self._group)
+        return [int(other) for other in every]
+
+    def _ranks(self) -> Sequence[int]:
+        if self._group is None:
+            return range(dist.get_world_size())
+        return dist.get_process_group_ranks(self._group)
+
+
+def _on(ranks: Sequence[int]) -> str:
+    return f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED_AT_MOST
+    return ", ".join(names[:_NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")
