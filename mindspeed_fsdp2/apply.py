@@ -124,7 +124,7 @@ def apply_plan(
         group,
         _start_prefetch(plan, root, modules, group),
         tuple(_as_unit(modules[unit.fqns[0]]) for unit in plan.units if unit.fqns != ("",) and unit.reshard is True),
-        WholeGradients(root, whole, group, to_dtype(config.reduce_dtype)) if whole else None,
+        WholeGradients(root, whole, group, to_dtype(config.reduce_dtype), plan.main_grads) if whole else None,
         state,
         _average_replicas(plan, root, modules, state) if replicas is not None else None,
     )

@@ -152,7 +152,7 @@ def refuse_conversion(root: nn.Module) -> None:
     apply: Callable[..., nn.Module] = root._apply
 
     def guarded(convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        kinds = {(tensor.dtype, tensor.device) for tensor in (*root.parameters(), *root.buffers())}
+        kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in (*root.parameters(), *root.buffers()))
         for dtype, device in kinds:
             new = convert(torch.empty(0, dtype=dtype, device=device))
             if (new.dtype, new.device) != (dtype, device):

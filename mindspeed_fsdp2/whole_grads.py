@@ -46,6 +46,7 @@ class WholeGradients:
         params: Iterable[nn.Parameter],
         group: dist.ProcessGroup | None,
         reduce_dtype: torch.dtype | None,
+        main_grads: bool = False,
     ) -> None:
         """Register the hooks on ``root`` and the parameters (**in place**, **collective** over ``group``).
 
@@ -54,8 +55,11 @@ class WholeGradients:
             params: All whole parameters, equal on every rank; frozen ones too, since they may be unfrozen later.
             group: All data-parallel ranks.
             reduce_dtype: dtype of the sum; None means each gradient's own.
+            main_grads: Whether gradients are accumulated and left in fp32 in ``param.main_grad``, as Megatron's
+                optimizer takes them, instead of ``param.grad`` in the parameter's dtype.
         """
         self.enabled = True
+        self._main_grads = main_grads
         self._params = list(params)
         self._parent = group
         self._group: dist.ProcessGroup | None = None
@@ -111,7 +115,17 @@ class WholeGradients:
             bucket.late, bucket.flat, bucket.work = False, None, None
         queue_callback(self._finish)
 
+    def _grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        return getattr(param, "main_grad", None) if self._main_grads else param.grad
+
     def _ready(self, param: nn.Parameter) -> None:
+        if self._main_grads and param.grad is not None:
+            main = self._grad(param)
+            if main is None:
+                param.main_grad = param.grad.float()  # type: ignore[attr-defined]
+            else:
+                main.add_(param.grad)
+            param.grad = None
         bucket = self._of.get(id(param))
         if not self._announced or bucket is None:
             return
@@ -127,10 +141,10 @@ class WholeGradients:
 
     def _send(self, bucket: _Bucket) -> None:
         dtype = self._reduce_dtype or bucket.params[0].dtype
-        pieces = [
-            (param.grad if param.grad is not None else torch.zeros_like(param)).detach().to(dtype).flatten()
-            for param in bucket.params
-        ]
+        pieces = []
+        for param in bucket.params:
+            grad = self._grad(param)
+            pieces.append((torch.zeros_like(param) if grad is None else grad).detach().to(dtype).flatten())
         bucket.flat = torch.cat(pieces)
         # A plain sum, scaled afterwards: averaging is missing or wrong on some backends.
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
@@ -151,15 +165,18 @@ class WholeGradients:
             for param, piece in zip(bucket.params, torch.split(total, [param.numel() for param in bucket.params])):
                 if not used[id(param)]:
                     continue
-                mean = (piece / self._ranks).view_as(param).to(param.dtype)
-                if param.grad is None:
-                    param.grad = mean
+                mean = (piece / self._ranks).view_as(param)
+                grad = self._grad(param)
+                if grad is not None:
+                    grad.copy_(mean)
+                elif self._main_grads:
+                    param.main_grad = mean.float()  # type: ignore[attr-defined]
                 else:
-                    param.grad.copy_(mean)
+                    param.grad = mean.to(param.dtype)
 
     def _exchange_flags(self) -> tuple[dict[int, bool], list[bool]]:
         """Return which parameters, by id, have a gradient on some rank, and which buckets were late on some rank."""
-        mine = [param.grad is not None for param in self._trainable] + [bucket.late for bucket in self._buckets]
+        mine = [self._grad(param) is not None for param in self._trainable] + [bucket.late for bucket in self._buckets]
         flags = torch.tensor(mine, dtype=torch.int32, device=self._trainable[0].device)
         dist.all_reduce(flags, group=self._group)
         seen = [count > 0 for count in flags.tolist()]

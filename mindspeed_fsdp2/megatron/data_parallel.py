@@ -89,6 +89,11 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
                 same_start=bool(args.data_parallel_random_init),
             ),
         )
+        if self._masters and args.loss_scale and self.sharded.plan.whole_trainable:
+            raise ConflictError(
+                f"--loss-scale {args.loss_scale:g}: Megatron unscales all gradients in one call, which cannot mix "
+                "sharded and whole ones, and ignored_modules holds trainable parameters. Remove the flag, or freeze them."
+            )
         self.device_mesh = self.sharded.mesh
         # Without it Megatron's schedules take a null context, and every micro-batch reduces as if it were the last.
         config.no_sync_func = self.no_sync
@@ -131,15 +136,17 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
             self._check_finite()
         if self._masters:
             for param in self.module.parameters():
-                if param.requires_grad:
-                    param.main_grad = param.grad
+                if param.requires_grad and isinstance(param, DTensor):
+                    param.main_grad = param.grad  # type: ignore[attr-defined]
 
     def zero_grad_buffer(self) -> None:
         """Let go of the last step's gradients; ``optimizer.zero_grad()`` drops the parameters' own."""
         if self._masters:
             for param in self.module.parameters():
-                if param.requires_grad:
+                if isinstance(param, DTensor) or param.dtype == torch.float32:
                     param.main_grad = None
+                elif hasattr(param, "main_grad"):
+                    del param.main_grad  # the optimizer takes any main_grad of a bf16 parameter for a tensor
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
         """Refuse: loading into sharded parameters is not built yet, and the stock method does nothing in silence.
@@ -163,7 +170,11 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
     def _warn_of_missing_gradients(self) -> None:
         # Fused weight-gradient kernels fill a side buffer that FSDP2 never reduces; such a parameter would stay as it
         # is without any error.
-        without = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+        without = [
+            name
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and p.grad is None and getattr(p, "main_grad", None) is None
+        ]
         if without and dist.get_rank(self.process_group) == 0:
             logger.warning(
                 "no gradient after the first backward for %d trainable parameters: %s. They stay as they are: freeze "

@@ -42,8 +42,8 @@ class Patch:
         also_aliases: Rebind the same attribute name in every loaded module that holds the very same object; when
             uninstalling, also in modules that copied the replacement since. Only for ``module:attr`` targets.
         creates: Whether the name may be absent from an existing module or class: it is added, and removed again.
-        stacks: Whether others may wrap the replacement in their turn, as torch.distributed does with ``sys.excepthook``.
-            Uninstalling then leaves their wrapper where it is, and with it the replacement that it calls.
+        stacks: Whether others may wrap the replacement in their turn, as torch.distributed does with
+            ``sys.excepthook``. Uninstalling then leaves their wrapper, and with it the replacement that it calls.
     """
 
     name: str

@@ -136,7 +136,7 @@ def wrap_initialize_distributed(original: Callable[..., Any]) -> Callable[..., A
 
 
 def wrap_load_yaml(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``load_yaml`` that refuses ``--yaml-cfg`` for a run with FSDP2: ``validate_args`` is never reached there."""
+    """Return ``load_yaml`` that refuses ``--yaml-cfg`` with FSDP2: ``validate_args`` is never reached there."""
 
     @functools.wraps(original)
     def load_yaml(yaml_path: str) -> Any:

@@ -40,7 +40,8 @@ def build_plan(
         data_parallel_size: Ranks in the data-parallel group, context parallelism included; None leaves the keys
             that depend on it unchecked.
         whole_world: Whether that group holds all ranks of the job.
-        stored_dtype: dtype that trainable shards are stored in, None for each unit's own.
+        stored_dtype: dtype that trainable shards are stored in, None for each unit's own. Given by hosts that keep
+            fp32 masters; they take the fp32 gradients of whole parameters from ``param.main_grad``.
         host_ties: Called like ``default_units``; returns pairs of modules that use one weight although only one of
             them holds it.
 
@@ -87,6 +88,7 @@ def build_plan(
         root_casts_inputs=root_casts,
         cast_leaves=() if root_casts else tuple(owned.root_leaves),
         recomputed=tuple(recomputed),
+        main_grads=stored_dtype is not None,
         layout=layout_of(owned),
         shard_size=size,
         data_parallel_size=data_parallel_size,

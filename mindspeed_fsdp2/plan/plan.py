@@ -60,6 +60,7 @@ class FSDP2Plan:
         cast_leaves: Modules with parameters in the root unit that cast their own inputs when the root does not.
         recomputed: Names of units inside recomputed modules. They gather nothing ahead in forward, because
             recomputation would do so again for nothing.
+        main_grads: Whether the host takes fp32 gradients of whole parameters from ``param.main_grad``.
         layout: Digest of all parameters and buffers.
         shard_size: Ranks per shard group, None while the number of ranks is unknown.
         data_parallel_size: Data-parallel ranks, context parallelism included; None while unknown.
@@ -75,6 +76,7 @@ class FSDP2Plan:
     root_casts_inputs: bool
     cast_leaves: tuple[str, ...]
     recomputed: tuple[str, ...]
+    main_grads: bool
     layout: str
     shard_size: int | None
     data_parallel_size: int | None

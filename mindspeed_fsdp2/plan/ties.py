@@ -52,7 +52,8 @@ def merge_ties(
         else:
             merged = [*kept[:at], members, *kept[at:]]
             where = f"one unit [{', '.join(members)}]"
-        notices.append(f"{one!r} and {two!r} share a weight: they are sharded as {where}.")
+        names = " and ".join(repr(end) if end else "the model itself" for end in (one, two))
+        notices.append(f"{names} share a weight: they are sharded as {where}.")
     return merged, notices
 
 

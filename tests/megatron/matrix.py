@@ -343,10 +343,10 @@ ROWS: dict[Text, tuple[Row, ...]] = {
         Row(
             "logged-whole",
             Text("the same, whole trainable embedding, HSDP", "同上，嵌入层不切分且可训练，HSDP"),
-            {**WHOLE, "sharding_size": 2},
+            {**WHOLE, "sharding_size": 2, "ignored_modules": ["embedding"]},
             LOGGED,
             ranks=4,
-            whole=WHOLE_NAMES,
+            whole=("embedding.",),
         ),
         Row(
             "evaluation",

@@ -107,10 +107,9 @@ def test_equals_ddp(runs: Runs, measured: list[tuple[Row, Differences]], family:
     ids=["every_microbatch", "last_microbatch", "zero2"],
 )
 def test_what_four_micro_batches_cost(runs: Runs, settings: dict[str, str], gathers: int, scatters: int) -> None:
-    # Four units hold parameters: the embedding, two layers, the head.
+    # Four units hold parameters: the embedding, two layers, the head. The last micro-batch's backward ends with one
+    # gather for nothing, because torch gathers ahead what the micro-batch before it ended with.
     row = Row("traffic", Text("", ""), {**ZERO3, **settings}, {**MICRO4, "train_iters": "3"}, env={"TRAFFIC": "1"})
-    megatrons = runs.reference(row).ranks[0].extra["traffic"][1]
-    assert megatrons == {"gathers": 1, "scatters": 0}  # it collects times
     for rank in runs.fsdp2(row).ranks:
         assert rank.extra["traffic"][1:] == [{"gathers": gathers + 1, "scatters": scatters}] * 2
 
