@@ -92,7 +92,7 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
         if self._masters and args.loss_scale and self.sharded.plan.whole_trainable:
             raise ConflictError(
                 f"--loss-scale {args.loss_scale:g}: Megatron unscales all gradients in one call, which cannot mix "
-                "sharded and whole ones, and ignored_modules holds trainable parameters. Remove the flag, or freeze them."
+                "sharded and whole ones, and ignored_modules holds trainable parameters. Remove it, or freeze them."
             )
         self.device_mesh = self.sharded.mesh
         # Without it Megatron's schedules take a null context, and every micro-batch reduces as if it were the last.
