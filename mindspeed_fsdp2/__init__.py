@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulation import accumulate
+    from .clipping import clip_grad_norm_
     from .config import FSDP2Config, load_config
     from .errors import (
         CheckpointError,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         PlanError,
     )
     from .full_params import full_parameters
-    from .grad_sync import clip_grad_norm_
     from .plan import FSDP2Plan, build_plan
     from .wrap import wrap_model
 
@@ -39,7 +39,7 @@ _HOME = {
     "PatchError": "errors",
     "PlanError": "errors",
     "build_plan": "plan",
-    "clip_grad_norm_": "grad_sync",
+    "clip_grad_norm_": "clipping",
     "full_parameters": "full_params",
     "load_config": "config",
     "wrap_model": "wrap",

@@ -19,7 +19,14 @@ from .casts import apply_exact_outputs, apply_input_casts, apply_output_casts
 from .device import current_device
 from .errors import PlanError
 from .gathering import GatherOnce, reshard_after_evaluation
-from .guards import explain_sharded_use, mark_replaced, refuse_conversion, refuse_deepcopy, watch_optimizers
+from .guards import (
+    explain_sharded_use,
+    mark_replaced,
+    refuse_conversion,
+    refuse_deepcopy,
+    reshard_before_zero_grad,
+    watch_optimizers,
+)
 from .mesh import replicate_group
 from .param_attrs import kept_param_attrs
 from .plan import FSDP2Plan, below_wrappers
@@ -142,6 +149,7 @@ def _guard(
 ) -> None:
     watch_optimizers(root, state)
     refuse_deepcopy(root)
+    reshard_before_zero_grad(root)
     refuse_conversion(root)
     explain_sharded_use({fqn or "the model": modules[fqn] for unit in plan.units for fqn in unit.fqns})
     gathering = {u.name: [modules[fqn] for fqn in u.fqns] for u in plan.units if u.numel and u.fqns != ("",)}

@@ -18,6 +18,11 @@ def reshard_after_evaluation(state: StepState, module: nn.Module, _args: Any, _o
     # tensors. A backward in evaluation mode gathers again.
     if state.gathered or (torch.is_grad_enabled() and module.training):
         return
+    reshard_all(module)
+
+
+def reshard_all(module: nn.Module) -> None:
+    """Reshard every unit of ``module`` (**in place**); nothing happens to one that is sharded."""
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()

@@ -1,4 +1,4 @@
-"""Gradient norm and clipping over sharded and plain gradients."""
+"""Norms over sharded and plain tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .mesh import shard_group
@@ -61,26 +60,6 @@ def power_sum(tensors: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor
             part = part.to(total.device)
             total = torch.maximum(total, part) if infinite else total + part
     return torch.zeros(()) if total is None else total
-
-
-def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients of ``model`` so that their norm is at most ``max_norm`` (**in place**, **collective**).
-
-    Args:
-        model: A wrapped model after its backward.
-        max_norm: Upper bound; ``inf`` only measures.
-        norm_type: ``p`` of the p-norm.
-
-    Returns:
-        The norm before clipping, a plain scalar tensor, the same on every rank.
-    """
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    total = grad_norm(grads, norm_type)
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for grad in grads:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        local.mul_(factor.to(local.device))
-    return total
 
 
 def _maximum_over(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

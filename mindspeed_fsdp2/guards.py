@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ._torch_private import apply_to_tensors
+from ._torch_private import apply_to_tensors, queue_callback
 from .errors import FSDP2Error
+from .gathering import reshard_all
 from .step_state import StepState
 
 _REPLACED = "_mindspeed_fsdp2_replaced"
@@ -46,23 +46,27 @@ def watch_optimizers(root: nn.Module, state: StepState) -> None:
     own = {id(param) for param in root.parameters()}
     model = weakref.ref(root)
     seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-    waits_for_backward = False
+    in_backward = False
+
+    def backward_ends() -> None:
+        nonlocal in_backward
+        in_backward = False
 
     def backward_begins(_grad: torch.Tensor) -> None:
-        nonlocal waits_for_backward
-        waits_for_backward = False
+        nonlocal in_backward
+        if not in_backward:
+            in_backward = True
+            queue_callback(backward_ends)
         state.unfinished = state.holding
 
     def watch(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal waits_for_backward
         if tensor.requires_grad:
-            waits_for_backward = True
             tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
         return tensor
 
     def note_forward(module: nn.Module, _args: Any, output: Any) -> None:
-        nonlocal waits_for_backward
-        waits_for_backward = False
+        nonlocal in_backward
+        in_backward = False  # still true after a backward that failed
         apply_to_tensors(watch, output)
         if not any(seen.values()):  # once an optimizer is known to hold the right ones, no other is expected
             for name, param in module.named_parameters():
@@ -80,10 +84,10 @@ def watch_optimizers(root: nn.Module, state: StepState) -> None:
                 "optimizer: step() came after a micro-batch that is not its step's last, so gradients are not reduced "
                 "yet. Run the last micro-batch of every step in accumulate(model, last=True)."
             )
-        if module is not None and seen[optimizer] and waits_for_backward:
-            for unit in module.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
+        # Any forward since the backward, of the root or of a part of it, may have left units gathered; the next one
+        # would compute with the values of before the step. An optimizer that steps inside backward leaves them be.
+        if module is not None and seen[optimizer] and not in_backward:
+            reshard_all(module)
 
     root.register_forward_hook(note_forward)
     weakref.finalize(root, register_optimizer_step_pre_hook(before_step).remove)
@@ -101,6 +105,18 @@ def _refuse_stale(params: Sequence[nn.Parameter]) -> None:
                 f"optimizer: it was built {when} and steps on parameters that the model no longer uses: "
                 f"{', '.join(stale[:3])}{more}. Build the optimizer right after wrap_model."
             )
+
+
+def reshard_before_zero_grad(root: nn.Module) -> None:
+    """Let ``zero_grad`` reach the sharded parameters' gradients after a forward without a backward (**in place**)."""
+    original = root.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(set_to_none: bool = True) -> None:
+        reshard_all(root)
+        original(set_to_none)
+
+    vars(root)["zero_grad"] = zero_grad
 
 
 def explain_sharded_use(modules: Mapping[str, nn.Module]) -> None:

@@ -127,6 +127,8 @@ class WholeGradients:
                 main.add_(param.grad)
             param.grad = None
         bucket = self._of.get(id(param))
+        if bucket is not None and not self._announced:
+            self._begin(param)  # the loss did not come through an output of the root that the hooks could see
         if not self._announced or bucket is None:
             return
         self._arrived[id(param)] += 1

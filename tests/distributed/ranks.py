@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 STARTUP_S = 240  # importing torch on a loaded two-core machine is slow
 RUN_S = 120
+GROUPS = 40  # bodies leave process groups behind, each with threads of its own; too many slow everything down
 GRACE_S = 3  # after one rank failed, how long the others get to answer
 
 
@@ -49,7 +50,10 @@ class RankPool:
             if missing:
                 texts.append(f"no answer from ranks {missing} after {timeout:.0f} s")
             raise RankFailure("\n".join(texts))
-        return [replies[rank][1] for rank in range(self.world_size)]
+        answers = [replies[rank][1] for rank in range(self.world_size)]
+        if answers[0][1] > GROUPS:
+            self.close()
+        return [value for value, _groups in answers]
 
     def close(self, force: bool = False) -> None:
         """Stop the ranks; the next :meth:`run` starts new ones."""
@@ -105,7 +109,8 @@ def _serve(rank: int, world_size: int, rendezvous: str, inbox: Any, outbox: Any)
                 warnings.simplefilter("error")
                 for text in ALLOWED_WARNINGS:
                     warnings.filterwarnings("ignore", message=text)
-                outbox.put((rank, True, body(*args)))
+                value = body(*args)
+            outbox.put((rank, True, (value, len(dist.distributed_c10d._world.pg_map))))
         except BaseException:  # noqa: BLE001 - every failure, an exit included, must reach the test
             outbox.put((rank, False, traceback.format_exc()))
     dist.destroy_process_group()

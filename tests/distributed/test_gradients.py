@@ -148,6 +148,15 @@ def test_twenty_steps_equal_ddp_bit_for_bit(ranks2: RankPool) -> None:
     check_equal_over_ranks(ours)
 
 
+def _frozen() -> TwoTowers:
+    model = TwoTowers()
+    model.tower.requires_grad_(False)
+    return model
+
+
+UNFROZEN = Recipe(make=_frozen, steps=4)
+
+
 def _unfreeze(model: nn.Module, step: int) -> None:
     tower = model.tower
     assert isinstance(tower, nn.Module)
@@ -155,12 +164,12 @@ def _unfreeze(model: nn.Module, step: int) -> None:
 
 
 def _frozen_at_first() -> Run:
-    return wrapped(Recipe(steps=4), WHOLE, _unfreeze)
+    return wrapped(UNFROZEN, WHOLE, _unfreeze)
 
 
 def test_frozen_and_unfrozen_after_wrapping(ranks2: RankPool) -> None:
     runs = ranks2.run(_frozen_at_first)
-    worst = differences("whole parameters, unfrozen for two steps", runs, union(Recipe(steps=4), 2, _unfreeze))
+    worst = differences("whole parameters, unfrozen for two steps", runs, union(UNFROZEN, 2, _unfreeze))
     check_close(worst)
     check_equal_over_ranks(runs)
     check_moved(Recipe(), runs[0])
@@ -195,6 +204,20 @@ def test_whole_gradients_leave_before_backward_ends(ranks2: RankPool) -> None:
         # The tower lies behind the first layer: that layer and what comes before it are reduced later.
         assert sent.index(numel) < scatters[-3]
         assert backward[-1].dtype == torch.int32  # the flags, at the very end
+
+
+def _held() -> list[int]:
+    model = wrap_model(TwoTowers(), {**WHOLE, "check_unit_order": False})
+    counts = []
+    for micro in range(3):
+        with Traffic() as traffic, accumulate(model, last=micro == 2):
+            model(inputs(0, micro, dist.get_rank())).sum().backward()
+        counts.append(traffic.count().get("reduce", 0))
+    return counts
+
+
+def test_whole_gradients_are_reduced_on_the_last_micro_batch_only(ranks2: RankPool) -> None:
+    assert ranks2.run(_held) == [[0, 0, 2]] * 2
 
 
 @pytest.mark.parametrize("reduce", ["bf16", "fp32", None])
@@ -432,16 +455,13 @@ def _failed() -> list[bool]:
     """Return, for whole gradients, whether they are averaged after a backward that failed half-way."""
     model = wrap_model(TwoTowers(), WHOLE)
     rank = dist.get_rank()
-    loss = model(inputs(0, 0, rank)).square().mean()
 
     def fail(_grad: torch.Tensor) -> None:
         raise ValueError("half-way")
 
-    handle = model.pre.register_full_backward_hook(lambda *_: fail(_[1][0]))
-    try:
-        loss.backward()
-    except ValueError:
-        pass
+    handle = model.pre.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    with pytest.raises(ValueError, match="half-way"):
+        model(inputs(0, 0, rank)).square().mean().backward()
     handle.remove()
     for param in model.parameters():
         param.grad = None

@@ -29,7 +29,7 @@ LAYERS = [
     },
     {"plan"},
     {"apply"},
-    {"wrap", "accumulation", "full_params"},
+    {"wrap", "accumulation", "full_params", "clipping", "checkpoint"},
     {
         "megatron/patcher",
         "megatron/arguments",
