@@ -93,17 +93,14 @@ def enable_cpu() -> CpuMode:
     if torch.cuda.is_available is stand_ins.is_available:
         raise PatchError("CPU mode is on already. Call restore() on the CpuMode that enable_cpu() returned before.")
     fill_device_cache()
-    others = ExitStack()
-    try:
+    with ExitStack() as started:  # undone if what follows fails
         # Functions decorated with torch.compile when Megatron was imported; building kernels for them takes minutes.
-        others.push(torch.compiler.set_stance("force_eager"))
+        started.push(torch.compiler.set_stance("force_eager"))
         tracker, shared = logging.getLogger(TRACKER_LOGGER), SharedGeneratorFilter()
         tracker.addFilter(shared)
-        others.callback(tracker.removeFilter, shared)
+        started.callback(tracker.removeFilter, shared)
         installation = install([*chain.from_iterable(group.patches() for group in redirections()), _nccl_options()])
-    except BaseException:
-        others.close()
-        raise
+        others = started.pop_all()
     return CpuMode(installation, others)
 
 
