@@ -13,10 +13,12 @@ from typing import Any
 # register themselves with this one only.
 # Casting inputs and outputs: fully_shard uses this walk for its own casts, so ours reaches the same tensors
 # (dataclasses, named tuples, packed sequences).
+# Before a unit's reduction: FSDP leaves out parameters without a gradient, and no public hook opens before that.
 # Classes of units: fully_shard keeps the class it makes for each module class here, and has no hook for another one.
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as state_of
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -24,7 +26,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 __all__ = [
     "TreeSpec",
     "apply_to_tensors",
+    "before_reduction",
+    "drop_pending",
     "has_gradient_hooks",
+    "in_backward",
     "prepare_unit_class",
     "queue_callback",
     "tree_flatten",
@@ -38,6 +43,52 @@ def queue_callback(callback: Callable[[], None]) -> None:
     FSDP and DDP use the same door; no hook of the public API opens then.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs on this thread right now; no public name tells."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def before_reduction(unit: nn.Module, listener: Callable[[bool, bool], None]) -> None:
+    """Call ``listener(reached, reduces)`` each time FSDP is about to reduce the gradients of ``unit`` (**in place**).
+
+    Args:
+        unit: A module given to ``fully_shard``.
+        listener: Told whether a gradient has reached the unit's outputs since the last time, and whether FSDP will
+            reduce now; it keeps the gradients whole otherwise.
+    """
+    for group in _param_groups(unit):
+        group.post_backward = _after_listener(group, listener)
+
+
+def _after_listener(group: Any, listener: Callable[[bool, bool], None]) -> Callable[..., None]:
+    original: Callable[..., None] = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        listener(group._training_state.name == "PRE_BACKWARD", group.reduce_grads)
+        original(*unused)
+
+    return post_backward
+
+
+def drop_pending(unit: nn.Module) -> None:
+    """Let go of the gradients that FSDP keeps of ``unit`` until a step's last micro-batch (**in place**).
+
+    ``FSDPModule.reset_iter_state`` keeps those that were not reduced (torch 2.14).
+    """
+    for group in _param_groups(unit):
+        group._partial_reduce_output = None
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):  # exists from the first gathering on
+                param._unsharded_param.grad = None
+
+
+def _param_groups(unit: nn.Module) -> list[Any]:
+    state: Any = state_of(unit)
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # one group only in older versions
+    return [state._fsdp_param_group] if groups is None and state._fsdp_param_group is not None else groups or []
 
 
 def has_gradient_hooks(param: nn.Parameter) -> bool:

@@ -22,11 +22,11 @@ def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
     Args:
         model: A wrapped model.
         last: Whether this is the step's last micro-batch. Every rank passes the same value. Every step needs a last
-            one: an optimizer's step before it is refused.
+            one: an optimizer's step before it is refused. ``model.zero_grad()`` or ``optimizer.zero_grad()`` gives a
+            step up.
 
     Raises:
         PlanError: ``model`` is not wrapped.
-        FSDP2Error: With replicas and ``every_microbatch``: micro-batches use different parameters of one unit.
     """
     handle = sharded(model)
     if handle is None:
@@ -35,10 +35,6 @@ def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
         _hold(handle)
     try:
         yield
-    except RuntimeError as error:
-        if handle.replicas is not None and "must match the size" in str(error):
-            handle.replicas.check()  # torch could not add the sums of two micro-batches, and does not say whose
-        raise
     finally:
         if not last:
             _release(handle)

@@ -15,28 +15,31 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ._torch_private import prepare_unit_class
+from .backward import Backward
 from .casts import apply_exact_outputs, apply_input_casts, apply_output_casts
 from .device import current_device
 from .errors import PlanError
 from .gathering import GatherOnce, reshard_after_evaluation
 from .guards import (
+    complete_zero_grad,
     explain_sharded_use,
     mark_replaced,
     refuse_conversion,
     refuse_deepcopy,
-    reshard_before_zero_grad,
     watch_optimizers,
 )
 from .mesh import replicate_group
+from .misuse import guard_misuse
 from .param_attrs import kept_param_attrs
 from .plan import FSDP2Plan, below_wrappers
 from .policies import build_offload, build_precision, to_dtype
 from .prefetch import PrefetchRecorder
 from .recompute import apply_recompute
-from .replica_average import ReplicaAverage
+from .recovery import Recovery
 from .rng import RandomState
 from .start_values import equalise_shards, equalise_whole
 from .step_state import StepState
+from .unit_grads import UnitGradients
 from .unit_order import UnitOrderCheck
 from .whole_grads import WholeGradients
 
@@ -57,7 +60,6 @@ class Sharded:
         resharding: Units that are resharded in full after their forward; the root is not among them.
         whole: Reducer of the whole trainable parameters' gradients, None when every parameter is sharded.
         state: What is under way.
-        replicas: Keeps accumulated gradients whole between replicas; None without replicas or where it has no work.
     """
 
     plan: FSDP2Plan
@@ -69,7 +71,6 @@ class Sharded:
     resharding: tuple[FSDPModule, ...]
     whole: WholeGradients | None
     state: StepState
-    replicas: ReplicaAverage | None
 
 
 def sharded(model: nn.Module) -> Sharded | None:
@@ -119,7 +120,8 @@ def apply_plan(
         equalise_shards(root, replicas)
     _apply_casts(plan, modules, ignored)
     state = StepState()
-    _guard(plan, root, modules, group, device, state)
+    backward = Backward(root)
+    _guard(plan, root, modules, mesh, group, device, state, backward)
     root.register_forward_pre_hook(GatherOnce(always=config.reduce_grads == "last_microbatch"), prepend=True)
     root.register_forward_hook(partial(reshard_after_evaluation, state))
     whole = [param for param in root.parameters() if param in stays and param.is_floating_point()]
@@ -131,9 +133,8 @@ def apply_plan(
         group,
         _start_prefetch(plan, root, modules, group),
         tuple(_as_unit(modules[unit.fqns[0]]) for unit in plan.units if unit.fqns != ("",) and unit.reshard is True),
-        WholeGradients(root, whole, group, to_dtype(config.reduce_dtype), plan.main_grads) if whole else None,
+        WholeGradients(whole, backward, group, to_dtype(config.reduce_dtype), plan.main_grads) if whole else None,
         state,
-        _average_replicas(plan, root, modules, state) if replicas is not None else None,
     )
     setattr(root, _HANDLE, handle)
     return handle
@@ -143,26 +144,26 @@ def _guard(
     plan: FSDP2Plan,
     root: nn.Module,
     modules: dict[str, nn.Module],
+    mesh: DeviceMesh,
     group: dist.ProcessGroup | None,
     device: torch.device,
     state: StepState,
+    backward: Backward,
 ) -> None:
-    watch_optimizers(root, state)
+    units = {unit.name: [modules[fqn] for fqn in unit.fqns] for unit in plan.units}
+    several = dist.get_world_size(group) > 1
+    grads = UnitGradients(root, units, group, device, state, backward) if several else None
+    hides_sums = replicate_group(mesh) is not None or plan.config.reduce_grads == "last_microbatch"
+    recovery = Recovery(root, state, backward, grads, hides_sums, group, device)
+    watch_optimizers(root, state, backward)
     refuse_deepcopy(root)
-    reshard_before_zero_grad(root)
+    complete_zero_grad(root, recovery)
     refuse_conversion(root)
     explain_sharded_use({fqn or "the model": modules[fqn] for unit in plan.units for fqn in unit.fqns})
-    gathering = {u.name: [modules[fqn] for fqn in u.fqns] for u in plan.units if u.numel and u.fqns != ("",)}
-    if plan.config.check_unit_order is not False and dist.get_world_size(group) > 1:
+    guard_misuse(plan, root, modules, group, device, state)
+    gathering = {unit.name: units[unit.name] for unit in plan.units if unit.numel and unit.fqns != ("",)}
+    if plan.config.check_unit_order is not False and several:
         UnitOrderCheck(root, gathering, group, device, always=bool(plan.config.check_unit_order))
-
-
-def _average_replicas(
-    plan: FSDP2Plan, root: nn.Module, modules: dict[str, nn.Module], state: StepState
-) -> ReplicaAverage | None:
-    if plan.config.reduce_grads != "every_microbatch":
-        return None
-    return ReplicaAverage(root, [[modules[fqn] for fqn in unit.fqns] for unit in plan.units], state)
 
 
 def _as_unit(module: nn.Module) -> FSDPModule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,20 +20,26 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
     """Gather every unit of ``model`` inside (**collective**; needs memory for the whole model on each rank).
 
     Inside, parameters are plain tensors in the compute dtype, and forwards, of the model or of parts of it, use them
-    as they are. What is changed in place, equally on every rank, is written back to the shards.
+    as they are. What is changed in place, equally on every rank, is written back to the shards. For a state dict of
+    whole tensors read ``named_parameters()`` and ``named_buffers()``: ``state_dict()`` would shard the model again.
 
     Args:
         model: A wrapped model, outside of forward and backward.
 
     Raises:
         PlanError: ``model`` is not wrapped.
-        FSDP2Error: A parameter was changed although it is gathered in another dtype than it is stored in, so the
+        FSDP2Error: ``model`` is inside ``full_parameters`` already. Or a parameter was changed although it is gathered in another dtype than it is stored in, so the
             stored value would be rounded. Or units were sharded again inside, by a backward, say, and what was
-            changed before is lost.
+            changed before is lost. Inside: ``state_dict`` or ``load_state_dict`` of the model was called.
     """
     handle = sharded(model)
     if handle is None:
         raise PlanError("full_parameters: the model is not wrapped. Call wrap_model first.")
+    if handle.state.gathered:
+        raise FSDP2Error(
+            "full_parameters: the model is inside full_parameters already, and leaving the inner one would shard it for "
+            "the outer one too. Enter it once, around both uses."
+        )
     units = [module for module in handle.module.modules() if isinstance(module, FSDPModule)]
     shards = dict(handle.module.named_parameters())
     with torch.no_grad():
@@ -41,13 +48,41 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
     handle.state.gathered = True
     reshard_after_forward(handle, False)
     try:
-        yield
+        with _state_dicts_refused(handle.module):
+            yield
         _write_back(shards, dict(handle.module.named_parameters()))
     finally:
         handle.state.gathered = False
         reshard_after_forward(handle, True)
         for unit in units:
             unit.reshard()
+
+
+@contextmanager
+def _state_dicts_refused(root: nn.Module) -> Iterator[None]:
+    """Refuse what FSDP answers by sharding every unit again, as long as the context lasts."""
+
+    def state_dict(*_args: Any, **_options: Any) -> NoReturn:
+        raise FSDP2Error(
+            "full_parameters: state_dict() inside would shard the model again and return shards. Take whole tensors "
+            "with {name: p.detach().clone() for name, p in model.named_parameters()}, or call state_dict() outside for "
+            "the shards."
+        )
+
+    def load_state_dict(*_args: Any, **_options: Any) -> NoReturn:
+        raise FSDP2Error(
+            "full_parameters: load_state_dict() inside would shard the model again. Call it outside: whole tensors are "
+            "cut into shards there."
+        )
+
+    own = vars(root)
+    before = {name: own[name] for name in ("state_dict", "load_state_dict") if name in own}
+    own.update(state_dict=state_dict, load_state_dict=load_state_dict)
+    try:
+        yield
+    finally:
+        del own["state_dict"], own["load_state_dict"]
+        own.update(before)
 
 
 def _write_back(shards: dict[str, nn.Parameter], whole: dict[str, nn.Parameter]) -> None:

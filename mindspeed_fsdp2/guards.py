@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ._torch_private import apply_to_tensors, queue_callback
+from .backward import Backward
 from .errors import FSDP2Error
 from .gathering import reshard_all
+from .recovery import Recovery
 from .step_state import StepState
 
 _REPLACED = "_mindspeed_fsdp2_replaced"
@@ -31,65 +32,57 @@ def mark_replaced(params: Mapping[str, nn.Parameter]) -> None:
         setattr(param, _REPLACED, name)
 
 
-def watch_optimizers(root: nn.Module, state: StepState) -> None:
+def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> None:
     """Keep optimizers and gathered parameters apart for as long as ``root`` lives.
 
     An optimizer built before the model was wrapped, or between a forward and its backward, holds parameters that the
     model drops: nothing would be learnt, without any error, so its first step is refused. And what a forward without
     a backward left gathered is resharded before each step, or the next forward would use the old values. A step before
-    the last micro-batch, which reduces the gradients, is refused.
+    the last micro-batch, which reduces the gradients, is refused, and one after a backward that failed.
 
     Args:
         root: The root unit's module, every unit sharded.
         state: Tells whether a micro-batch is held.
+        backward: Announces backwards, and knows of failed ones.
     """
     own = {id(param) for param in root.parameters()}
-    model = weakref.ref(root)
+    model, watch = weakref.ref(root), weakref.ref(backward)  # whose listeners hold the model
     seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-    in_backward = False
 
-    def backward_ends() -> None:
-        nonlocal in_backward
-        in_backward = False
-
-    def backward_begins(_grad: torch.Tensor) -> None:
-        nonlocal in_backward
-        if not in_backward:
-            in_backward = True
-            queue_callback(backward_ends)
-        state.unfinished = state.holding
-
-    def watch(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
-        return tensor
-
-    def note_forward(module: nn.Module, _args: Any, output: Any) -> None:
-        nonlocal in_backward
-        in_backward = False  # still true after a backward that failed
-        apply_to_tensors(watch, output)
+    def note_forward(module: nn.Module, _args: Any, _output: Any) -> None:
         if not any(seen.values()):  # once an optimizer is known to hold the right ones, no other is expected
             for name, param in module.named_parameters():
                 if id(param) not in own:
                     setattr(param, _GATHERED, name)
+
+    def begins() -> None:
+        state.unfinished = state.holding
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if optimizer not in seen:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             _refuse_stale(params)
             seen[optimizer] = any(id(param) in own for param in params)
-        module = model()
-        if module is not None and seen[optimizer] and state.unfinished:
+        module, backward = model(), watch()
+        if module is None or backward is None or not seen[optimizer]:
+            return
+        if state.unfinished:
             raise FSDP2Error(
                 "optimizer: step() came after a micro-batch that is not its step's last, so gradients are not reduced "
                 "yet. Run the last micro-batch of every step in accumulate(model, last=True)."
             )
+        if backward.failed or (backward.running and backward.stopped()):
+            raise FSDP2Error(
+                "optimizer: step() came after a backward that ended with an exception, so the gradients of this step "
+                "are incomplete. Call model.zero_grad() and run the step again from its first micro-batch."
+            )
         # Any forward since the backward, of the root or of a part of it, may have left units gathered; the next one
         # would compute with the values of before the step. An optimizer that steps inside backward leaves them be.
-        if module is not None and seen[optimizer] and not in_backward:
+        if not backward.running:
             reshard_all(module)
 
     root.register_forward_hook(note_forward)
+    backward.on_begin(begins)
     weakref.finalize(root, register_optimizer_step_pre_hook(before_step).remove)
 
 
@@ -107,12 +100,16 @@ def _refuse_stale(params: Sequence[nn.Parameter]) -> None:
             )
 
 
-def reshard_before_zero_grad(root: nn.Module) -> None:
-    """Let ``zero_grad`` reach the sharded parameters' gradients after a forward without a backward (**in place**)."""
+def complete_zero_grad(root: nn.Module, recovery: Recovery) -> None:
+    """Let ``zero_grad`` reach gradients it would not see (**in place**).
+
+    Those of parameters that a forward without a backward left gathered, and what a step that was given up left behind.
+    """
     original = root.zero_grad
 
     @functools.wraps(original)
     def zero_grad(set_to_none: bool = True) -> None:
+        recovery.drop()
         reshard_all(root)
         original(set_to_none)
 

@@ -26,8 +26,8 @@ class UnitOrderCheck:
     A rank that skips a unit leaves the others waiting in its all-gather, or pairs it with another unit's. Here every
     rank sends the number of its next unit first, so a difference is seen by all of them at the same moment.
 
-    After a forward with gradients the ranks compare which sharded parameters backward will reach: those of a unit are
-    reduced in one piece, so that a parameter without a gradient on one rank would shift all others there.
+    After a forward with gradients the ranks compare which units' parameters backward will reach: a unit that it
+    reaches on some ranks only would be reduced by them alone.
     """
 
     def __init__(
@@ -53,17 +53,14 @@ class UnitOrderCheck:
         self._device = device
         self._left = -1 if always else _FIRST_FORWARDS
         self._inside = False
-        self._sharded = {name for name, param in root.named_parameters() if isinstance(param, DTensor)}
-        self._gathered: dict[int, str] = {}  # id of a gathered parameter -> its name
-        prefixes = {module: fqn for fqn, module in root.named_modules()}
-        for number, modules in enumerate(units.values()):
+        self._gathered: dict[int, str] = {}  # id of a gathered parameter -> its unit's name
+        self._whole = {id(param) for param in root.parameters() if not isinstance(param, DTensor)}
+        for number, (name, modules) in enumerate(units.items()):
             for module in modules:
-                if module is not root:
-                    module.register_forward_pre_hook(functools.partial(self._before, number), prepend=True)
-                    # Before FSDP's hook, which takes the gathered parameters away again.
-                    module.register_forward_hook(functools.partial(self._learn, prefixes[module]), prepend=True)
+                module.register_forward_pre_hook(functools.partial(self._before, number), prepend=True)
+                # Before FSDP's hook, which takes the gathered parameters away again.
+                module.register_forward_hook(functools.partial(self._learn, name), prepend=True)
         root.register_forward_pre_hook(self._begin, prepend=True)
-        root.register_forward_hook(functools.partial(self._learn, ""), prepend=True)
         root.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
@@ -73,12 +70,12 @@ class UnitOrderCheck:
         if self._inside:  # outside lies recomputation, whose order follows from the forward's
             self._compare(number)
 
-    def _learn(self, prefix: str, module: nn.Module, _args: Any, _output: Any) -> None:
+    def _learn(self, name: str, module: nn.Module, _args: Any, _output: Any) -> None:
         if not self._inside:
             return
-        for leaf, param in module.named_parameters(prefix):
-            if leaf in self._sharded and not isinstance(param, DTensor):
-                self._gathered[id(param)] = leaf
+        for param in module.parameters():
+            if not isinstance(param, DTensor) and id(param) not in self._whole:
+                self._gathered.setdefault(id(param), name)  # a unit inside this one came first
 
     def _end(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if not self._inside:
@@ -105,7 +102,7 @@ class UnitOrderCheck:
         )
 
     def _used(self, output: Any) -> frozenset[str]:
-        """Return the sharded parameters in the graph of ``output``, as far as it is not hidden by recomputation."""
+        """Return the units with parameters in the graph of ``output``, as far as recomputation does not hide it."""
         stack: list[Node] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,9 +137,9 @@ class UnitOrderCheck:
             at.setdefault(ranks, []).append(name)
         seen = "; ".join(f"{_some(names)} {_on(ranks)}" for ranks, names in at.items())
         raise FSDP2Error(
-            f"the ranks use different parameters: {seen} only. The gradients of a unit are reduced together, so every "
-            "rank must use the same parameters. Run the module on every rank, with an empty or a dummy input, or list "
-            "it in optional_modules."
+            f"backward will reach different units: {seen} only. The ranks reduce a unit's gradients together, so every "
+            "rank's loss must use the output of every unit it runs. List a module whose output only some ranks use in "
+            "optional_modules."
         )
 
     def _exchange(self, number: int) -> list[int]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ._torch_private import apply_to_tensors, queue_callback
+from .backward import Backward
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP: large enough to use the links, small enough to start early
 
@@ -42,17 +41,17 @@ class WholeGradients:
 
     def __init__(
         self,
-        root: nn.Module,
         params: Iterable[nn.Parameter],
+        backward: Backward,
         group: dist.ProcessGroup | None,
         reduce_dtype: torch.dtype | None,
         main_grads: bool = False,
     ) -> None:
-        """Register the hooks on ``root`` and the parameters (**in place**, **collective** over ``group``).
+        """Register the hooks (**in place**, **collective** over ``group``).
 
         Args:
-            root: The root unit; gradients reach its outputs first, which announces a backward.
             params: All whole parameters, equal on every rank; frozen ones too, since they may be unfrozen later.
+            backward: Announces backwards.
             group: All data-parallel ranks.
             reduce_dtype: dtype of the sum; None means each gradient's own.
             main_grads: Whether gradients are accumulated and left in fp32 in ``param.main_grad``, as Megatron's
@@ -73,8 +72,11 @@ class WholeGradients:
         self._usual: dict[int, int] = {}  # id of a parameter -> most often its gradient came in one backward
         self._next = 0
         self._announced = False
+        self._backward = backward
         self._follow()
-        root.register_forward_hook(self._watch)
+        backward.on_forward(self._follow)
+        backward.on_begin(self._begin)
+        backward.on_end(self._finish)
 
     def _follow(self) -> None:
         """Take up which parameters are trainable now."""
@@ -92,28 +94,14 @@ class WholeGradients:
         if self._group is None and trainable:
             self._group = _own_group(self._parent, trainable[0].device)
 
-    def _watch(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._announced = False  # still true after a backward that failed
-            self._follow()
-            apply_to_tensors(self._watch_tensor, output)
-
-    def _watch_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
-        return tensor
-
-    def _begin(self, _grad: torch.Tensor) -> None:
-        if self._announced or not self.enabled or not self._buckets:
-            return
-        self._announced = True
+    def _begin(self) -> None:
+        self._announced = self.enabled and bool(self._buckets)
         self._next = 0
         self._arrived.clear()
         for bucket in self._buckets:
             expected = ((id(param), self._usual.get(id(param), 1)) for param in bucket.params)
             bucket.waiting = {key: times for key, times in expected if times}
             bucket.late, bucket.flat, bucket.work = False, None, None
-        queue_callback(self._finish)
 
     def _grad(self, param: nn.Parameter) -> torch.Tensor | None:
         return getattr(param, "main_grad", None) if self._main_grads else param.grad
@@ -127,8 +115,7 @@ class WholeGradients:
                 main.add_(param.grad)
             param.grad = None
         bucket = self._of.get(id(param))
-        if bucket is not None and not self._announced:
-            self._begin(param)  # the loss did not come through an output of the root that the hooks could see
+        self._backward.begin()  # the loss may not have come through an output of the root that the hooks could see
         if not self._announced or bucket is None:
             return
         self._arrived[id(param)] += 1
@@ -152,9 +139,11 @@ class WholeGradients:
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
 
     def _finish(self) -> None:
+        if not self._announced:
+            return
+        self._announced = False
         for bucket in self._buckets[self._next :]:
             self._send(bucket)
-        self._announced = False
         for key in self._of:
             self._usual[key] = max(self._usual.get(key, 0), self._arrived[key])
         used, late = self._exchange_flags()

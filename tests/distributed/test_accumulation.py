@@ -107,20 +107,6 @@ PARTLY = {
 }
 
 
-def _partly(recipe: Recipe, settings: dict[str, Any]) -> Run | str:
-    try:
-        return wrapped(recipe, {**BASE, **settings})
-    except FSDP2Error as error:
-        return str(error)
-
-
-UNEVEN = (
-    "accumulate: layers.0.second.weight got a gradient in some micro-batches of this step only. Between replicas the "
-    "sum over a whole unit is averaged once per step, so every micro-batch must use the same parameters of it. Set "
-    "reduce_grads: last_microbatch."
-)
-
-
 FOUR_RANKS = ("unit not used in the last", "parameter not used in the last")
 
 
@@ -139,41 +125,11 @@ def test_what_only_some_micro_batches_run(
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
     recipe = Recipe(make=SHARDABLE, micro_batches=3, steps=2, use=PARTLY[name])
-    runs = pool.run(_partly, recipe, {**settings, "reduce_grads": reduce})
-    replicas = "sharding_size" in settings
-    if replicas and reduce == "every_microbatch" and name.startswith("parameter") and "never" not in name:
-        assert runs == [UNEVEN] * ranks
-        return
+    runs = pool.run(_run, recipe, {**settings, "reduce_grads": reduce})
     check_close(differences(f"{name}, {ranks} ranks, {settings}, {reduce}", runs, reference(recipe, ranks)))
     never = {"unit never used": "layers.2.", "parameter never used": "layers.0.second."}.get(name, "-")
     for run in runs:
         check_moved(recipe, run, tuple(n for n in run.params if n.startswith(never)))
-
-
-def _swapped() -> str:
-    """Use one of two parameters of one size in each micro-batch: sums of the two would fit each other."""
-
-    class Either(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(4, 4, bias=False)
-            self.b = nn.Linear(4, 4, bias=False)
-
-        def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
-            return (self.a if first else self.b)(x).square().mean()
-
-    model = wrap_model(Either(), {"sharding_size": 1, "sub_modules_to_wrap": []})
-    try:
-        for micro in range(2):
-            with accumulate(model, last=micro == 1):
-                model(torch.ones(2, 4), micro == 0).backward()
-    except FSDP2Error as error:
-        return str(error)
-    return ""
-
-
-def test_sums_of_different_parameters_never_mix(ranks2: RankPool) -> None:
-    assert ranks2.run(_swapped) == [UNEVEN.replace("layers.0.second.weight", "a.weight, b.weight")] * 2
 
 
 @dataclass

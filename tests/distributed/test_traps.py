@@ -112,34 +112,6 @@ def test_trap_rank_that_skips_a_unit(
     assert pool.run(_choose, [(0, 1, 2)] * pool.world_size, {})[0][0] == ""  # the ranks go on
 
 
-PARTLY = (
-    " only. The gradients of a unit are reduced together, so every rank must use the same parameters. Run the module on "
-    "every rank, with an empty or a dummy input, or list it in optional_modules."
-)
-
-
-def _partly(settings: dict[str, Any]) -> str:
-    model = wrap_model(SHARDABLE(), {**BASE, **settings})
-    second = dist.get_rank() % 2 == 1
-    return message(lambda: model(x_of(), 1, True, second).sum().backward())
-
-
-@pytest.mark.parametrize("settings", [{}, {"sharding_size": 1}, {"reshard_after_forward": False}])
-def test_trap_rank_that_skips_half_of_a_unit(ranks4: RankPool, settings: dict[str, Any]) -> None:
-    text = f"the ranks use different parameters: layers.0.second.weight on ranks 1, 3{PARTLY}"
-    assert ranks4.run(_partly, settings) == [text] * 4
-
-
-def _in_the_root() -> str:
-    model = wrap_model(SHARDABLE(), BASE)  # the tower belongs to the root unit
-    return message(lambda: model(x_of(), dist.get_rank()).sum().backward())
-
-
-def test_trap_rank_that_skips_a_part_of_the_root(ranks2: RankPool) -> None:
-    names = "tower.down.weight, tower.temperature, tower.up.bias, tower.up.weight"
-    assert ranks2.run(_in_the_root) == [f"the ranks use different parameters: {names} on rank 1{PARTLY}"] * 2
-
-
 class Gathers(TorchDispatchMode):
     """Counts the small all-gathers by which ranks compare notes."""
 

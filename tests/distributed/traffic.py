@@ -18,7 +18,8 @@ class Collective:
     """One collective.
 
     Attributes:
-        kind: ``gather``, ``scatter`` (reduce-scatter) or ``reduce`` (all-reduce).
+        kind: ``gather``, ``scatter`` (reduce-scatter), ``reduce`` (all-reduce), or ``flags`` for an all-reduce of
+            integers, by which ranks tell each other what they used.
         dtype: What travelled.
         numel: Elements of the larger side: what was gathered or reduced.
         ranks: Size of the group as far as the shapes tell; 0 for all-reduce.
@@ -44,7 +45,9 @@ class Traffic(TorchDispatchMode):
             sizes = (args[0].numel(), args[1].numel())
             self.all.append(Collective(kind, args[1].dtype, max(sizes), max(sizes) // min(sizes)))
         elif name == "c10d::allreduce_":
-            self.all += [Collective("reduce", tensor.dtype, tensor.numel(), 0) for tensor in args[0]]
+            for tensor in args[0]:
+                kind = "reduce" if tensor.is_floating_point() else "flags"
+                self.all.append(Collective(kind, tensor.dtype, tensor.numel(), 0))
         elif name.startswith("c10d::"):
             raise AssertionError(f"{name} is not counted: teach Traffic about it")
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,211 @@
+"""Steps given up between micro-batches, and trainers that go on after an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindspeed_fsdp2 import FSDP2Error, accumulate, wrap_model
+from tests.distributed.ranks import RankPool
+from tests.distributed.towers import BASE as UNITS
+from tests.distributed.towers import SHARDABLE, Recipe, check_close, differences, inputs, reference, wrapped
+
+LAST: dict[str, Any] = {"reduce_grads": "last_microbatch"}
+RECIPE = Recipe(make=SHARDABLE, micro_batches=2)
+
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ZeRO-3": (2, {}),
+    "ZeRO-2, last": (2, {"reshard_after_forward": False, **LAST}),
+    "last": (2, LAST),
+    "fp32 sums of bf16, last": (2, {**LAST, "param_dtype": "bf16", "reduce_dtype": "fp32"}),
+    "replicas": (2, {"sharding_size": 1}),
+    "replicas, fp32 sums of bf16": (2, {"sharding_size": 1, "param_dtype": "bf16", "reduce_dtype": "fp32"}),
+    "replicas, last": (2, {"sharding_size": 1, **LAST}),
+    "2 of 4": (4, {"sharding_size": 2}),
+    "recompute, last": (2, {"recompute_modules": ["layers.{*}"], **LAST}),
+    "offload, last": (2, {"offload_to_cpu": True, **LAST}),
+    "tower whole": (2, {"ignored_modules": ["tower"], "sharding_size": 1}),
+}
+
+
+def _loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    return (model(inputs(step, micro, dist.get_rank())).float() - 1).square().mean() / 2
+
+
+def _train(settings: dict[str, Any], disturb: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None) -> Any:
+    """Return the final parameters; ``disturb`` is called before each step."""
+    model = wrap_model(SHARDABLE(), {**UNITS, **settings})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if disturb is not None:
+            disturb(model, optimizer, step)
+        for micro in range(2):
+            with accumulate(model, last=micro == 1):
+                _loss(model, step, micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [getattr(param, "full_tensor", lambda p=param: p)().detach().clone() for param in model.parameters()]
+
+
+def _drop(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if how == "model":
+        model.zero_grad()
+    elif how == "by hand":
+        for param in model.parameters():
+            param.grad = None
+    else:
+        optimizer.zero_grad()
+
+
+def _given_up(settings: dict[str, Any], how: str, held: int) -> Any:
+    def disturb(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for micro in range(held):
+            with accumulate(model, last=False):
+                _loss(model, 50 + step, micro).backward()
+        _drop(how, model, optimizer)
+
+    return _train(settings, disturb)
+
+
+@pytest.mark.parametrize("how", ["model", "optimizer", "by hand"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_step_given_up_between_micro_batches(name: str, how: str, request: pytest.FixtureRequest) -> None:
+    ranks, settings = SETTINGS[name]
+    pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
+    undisturbed = pool.run(_train, settings, None)
+    for held in (1, 2) if how == "optimizer" else (2,):
+        for ours, theirs in zip(pool.run(_given_up, settings, how, held), undisturbed, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_undisturbed_training_is_right(ranks2: RankPool) -> None:
+    for settings in (LAST, {"sharding_size": 1}):
+        runs = ranks2.run(wrapped, RECIPE, {**UNITS, **settings})
+        check_close(differences(f"undisturbed, {settings}", runs, reference(RECIPE, 2)))
+
+
+def _changed(action: str) -> str:
+    model = wrap_model(SHARDABLE(), {**UNITS, **LAST})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with accumulate(model, last=False):
+        _loss(model, 0, 0).backward()
+    if action == "zeroed":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+    try:
+        with accumulate(model, last=True):
+            _loss(model, 0, 1).backward()
+    except FSDP2Error as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("action", ["zeroed", "replaced"])
+def test_gradients_changed_between_micro_batches(ranks2: RankPool, action: str) -> None:
+    text = (
+        "accumulate: gradients were changed between two micro-batches of one step, whose sums are not there yet. "
+        "Change them after the last micro-batch; to give the step up call model.zero_grad()."
+    )
+    assert ranks2.run(_changed, action) == [text] * 2
+
+
+class Interrupted(Exception):
+    """What the trainer catches."""
+
+
+def _fail(*_unused: Any) -> None:
+    raise Interrupted
+
+
+def _interrupt(model: Any, where: str, step: int, hold: bool) -> None:
+    """Run a micro-batch that ends with an exception in the middle of the model."""
+    layer = model.layers[1]
+    if where == "backward":
+        handle = layer.register_forward_hook(lambda _m, _a, out: out.register_hook(_fail) and None)
+    else:
+        handle = layer.first.register_forward_hook(_fail)
+    try:
+        with accumulate(model, last=not hold):
+            _loss(model, 70 + step, 0).backward()
+    except Interrupted:
+        return
+    finally:
+        handle.remove()
+    raise AssertionError("nothing was interrupted")
+
+
+def _interrupted(settings: dict[str, Any], where: str, how: str, hold: bool) -> Any:
+    def disturb(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        if where == "evaluation":
+            with torch.no_grad():
+                _interrupt(model, where, step, False)
+        else:
+            _interrupt(model, where, step, hold)
+            _drop(how, model, optimizer)
+
+    return _train(settings, disturb)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_training_goes_on_after_an_exception(name: str, where: str, request: pytest.FixtureRequest) -> None:
+    ranks, settings = SETTINGS[name]
+    pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
+    undisturbed = pool.run(_train, settings, None)
+    for how, hold in (("optimizer", False), ("model", True)):
+        for ours, theirs in zip(pool.run(_interrupted, settings, where, how, hold), undisturbed, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _messages(where: str, hold: bool, old_torch: bool) -> list[str]:
+    """Return what the next forward, the next step, and both after dropping the gradients say."""
+    model = wrap_model(SHARDABLE(), {**UNITS, **(LAST if hold else {})})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if old_torch:
+        vars(model)["reset_iter_state"] = None
+    if hold:
+        with accumulate(model, last=False):
+            _loss(model, 0, 0).backward()
+    _interrupt(model, where, 0, hold)
+    texts = []
+    for action in (lambda: _loss(model, 1, 0), optimizer.step, optimizer.zero_grad, lambda: _loss(model, 1, 0)):
+        try:
+            action()
+        except FSDP2Error as error:
+            texts.append(str(error))
+        else:
+            texts.append("")
+    return texts
+
+
+AGAIN = "Call model.zero_grad() and run the step again from its first micro-batch."
+INCOMPLETE = "ended with an exception, so the gradients of this step are incomplete. " + AGAIN
+
+
+def test_gradients_of_a_failed_backward_are_not_used(ranks2: RankPool) -> None:
+    expected = [f"the last backward {INCOMPLETE}", f"optimizer: step() came after a backward that {INCOMPLETE}", "", ""]
+    assert ranks2.run(_messages, "backward", False, False) == [expected] * 2
+
+
+def test_sums_are_not_used_after_a_failed_forward(ranks2: RankPool) -> None:
+    step = (
+        "optimizer: step() came after a micro-batch that is not its step's last, so gradients are not reduced yet. Run "
+        "the last micro-batch of every step in accumulate(model, last=True)."
+    )
+    assert ranks2.run(_messages, "forward", True, False) == [[f"the last forward {INCOMPLETE}", step, "", ""]] * 2
+
+
+def test_exception_before_torch_can_go_on(ranks2: RankPool) -> None:
+    text = (
+        "a forward or backward ended with an exception, after which FSDP2 cannot go on before torch 2.14. Start the run "
+        "again from its last checkpoint."
+    )
+    for answer in ranks2.run(_messages, "backward", False, True):
+        assert answer[3] == text
