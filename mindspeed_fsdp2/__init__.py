@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulation import accumulate
+    from .checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, save_checkpoint_async
     from .clipping import clip_grad_norm_
     from .config import FSDP2Config, load_config
     from .errors import (
@@ -41,7 +42,11 @@ _HOME = {
     "build_plan": "plan",
     "clip_grad_norm_": "clipping",
     "full_parameters": "full_params",
+    "list_checkpoints": "checkpoint",
+    "load_checkpoint": "checkpoint",
     "load_config": "config",
+    "save_checkpoint": "checkpoint",
+    "save_checkpoint_async": "checkpoint",
     "wrap_model": "wrap",
 }
 
@@ -59,7 +64,11 @@ __all__ = [
     "build_plan",
     "clip_grad_norm_",
     "full_parameters",
+    "list_checkpoints",
+    "load_checkpoint",
     "load_config",
+    "save_checkpoint",
+    "save_checkpoint_async",
     "wrap_model",
 ]
 

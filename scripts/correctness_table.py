@@ -1,6 +1,6 @@
 """Measure how far FSDP2 is from plain DDP and write the tables of docs/en/correctness.md and docs/zh/correctness.md.
 
-    python scripts/correctness_table.py               run the matrix of tests/megatron and write both pages
+    python scripts/correctness_table.py               run the rows of tests/megatron and tests/distributed, write both
     python scripts/correctness_table.py --rows FILE   write them from what an earlier run left in FILE
 
 The tests do the measuring: ``CORRECTNESS_ROWS=FILE`` makes them append one line of JSON per row. Needs what the tests
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -30,6 +30,24 @@ Language = Literal["en", "zh"]
 Measured = Mapping[str, Mapping[str, float]]
 
 TEST: Final = "tests/megatron/test_parity.py"
+PLAIN_TESTS: Final = tuple(
+    f"tests/distributed/test_{name}.py"
+    for name in ("parity", "accumulation", "unused", "gradients", "offload_overrides", "ties")
+)
+PLAIN: Final[dict[str, dict[Language, str]]] = {
+    "sharding": {
+        "en": "Sharding, recompute, prefetch, clipping (AdamW unless named; against plain data parallel)",
+        "zh": "切分、重计算、预取、裁剪（除注明外用 AdamW；与普通数据并行比较）",
+    },
+    "accumulation": {"en": "Gradient accumulation", "zh": "梯度累积"},
+    "partly run": {"en": "Parts that only some micro-batches run", "zh": "只有部分 micro-batch 运行的模块"},
+    "unused": {"en": "Parts of a unit that only some ranks use", "zh": "只有部分进程使用的单元内模块"},
+    "whole": {"en": "Trainable ignored and optional modules", "zh": "可训练的 ignored_modules 与 optional_modules"},
+    "mixed": {"en": "Frozen and adapted parameters", "zh": "冻结参数与适配器"},
+    "offload": {"en": "Offload to host memory", "zh": "卸载到主机内存"},
+    "overrides": {"en": "Overrides", "zh": "overrides"},
+    "ties": {"en": "Tied weights", "zh": "共享权重"},
+}
 COLUMNS: Final = ("losses", "norms", "grads", "params")
 HEADS: Final[dict[Language, tuple[str, ...]]] = {
     "en": ("Run", "Ranks", "Losses", "Norms", "Gradients", "Parameters"),
@@ -84,14 +102,35 @@ def tables(measured: Measured, language: Language) -> str:
     return "\n".join(parts)
 
 
+def plain_tables(lines: Sequence[Mapping[str, Any]], language: Language) -> str:
+    """Return a heading and a table for every family of rows on plain PyTorch models.
+
+    Raises:
+        ValueError: A family was not measured, or has no heading here.
+    """
+    rows_of: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for line in lines:
+        rows_of.setdefault(line["plain"], {})[line["row"]] = line
+    if rows_of.keys() != PLAIN.keys():
+        raise ValueError(f"not measured, or without a heading: {', '.join(sorted(rows_of.keys() ^ PLAIN.keys()))}.")
+    return "\n".join(
+        f"### {texts[language]}\n\n" + markdown(language, rows_of[family].values()) for family, texts in PLAIN.items()
+    )
+
+
 def table(rows: Sequence[Row], measured: Measured, language: Language) -> str:
     """Return the Markdown table of one family."""
+    lines = ({**measured[row.name], "row": getattr(row.text, language), "ranks": row.ranks} for row in rows)
+    return markdown(language, lines)
+
+
+def markdown(language: Language, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a Markdown table; equal bit for bit is written as 0."""
     head = HEADS[language]
     lines = [head, ("---", *["--:"] * (len(head) - 1))]
     for row in rows:
-        differences = (measured[row.name][column] for column in COLUMNS)
-        numbers = (f"{difference:.1e}" if difference else "0" for difference in differences)
-        lines.append((getattr(row.text, language), str(row.ranks), *numbers))
+        numbers = (f"{row[column]:.1e}" if row[column] else "0" for column in COLUMNS)
+        lines.append((row["row"], str(row["ranks"]), *numbers))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -116,7 +155,7 @@ def between_markers(text: str, name: str, new: str) -> str:
 
 def measure(path: Path) -> int:
     """Run the tests, which append to ``path``; return their exit status."""
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "equals_ddp", TEST]
+    command = [sys.executable, "-m", "pytest", "-q", TEST, *PLAIN_TESTS]
     paths = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     env = {**os.environ, "CORRECTNESS_ROWS": str(path), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
@@ -132,13 +171,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.rows is None and (status := measure(path)):
             return status
         lines: list[dict[str, Any]] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    measured = {line["row"]: line for line in lines}
+    measured = {line["row"]: line for line in lines if "plain" not in line}
+    plain = [line for line in lines if "plain" in line]
     for language in HEADS:
         target = ROOT / "docs" / language / "correctness.md"
         text = target.read_text(encoding="utf-8")
         try:
             text = between_markers(text, "limits", limits(language))
             text = between_markers(text, "measured", tables(measured, language))
+            text = between_markers(text, "plain", plain_tables(plain, language))
         except ValueError as error:
             print(f"{target.relative_to(ROOT)}: {error}", file=sys.stderr)
             return 1

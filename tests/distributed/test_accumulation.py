@@ -84,7 +84,7 @@ def test_equals_one_large_batch(name: str, reduce: str, request: pytest.FixtureR
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
     runs = pool.run(_run, recipe, {**settings, "reduce_grads": reduce})
     theirs = reference(recipe, ranks)
-    check_close(differences(f"accumulation, {name}, {reduce}", runs, theirs), recipe.optimizer)
+    check_close(differences("accumulation", f"{name}, {reduce}", runs, theirs), recipe.optimizer)
     for run in runs:
         assert run.whole == []
         assert run.norms == runs[0].norms
@@ -126,7 +126,8 @@ def test_what_only_some_micro_batches_run(
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
     recipe = Recipe(make=SHARDABLE, micro_batches=3, steps=2, use=PARTLY[name])
     runs = pool.run(_run, recipe, {**settings, "reduce_grads": reduce})
-    check_close(differences(f"{name}, {ranks} ranks, {settings}, {reduce}", runs, reference(recipe, ranks)))
+    shown = "".join(f"{key} {value}, " for key, value in settings.items())
+    check_close(differences("partly run", f"{name}, {shown}{reduce}", runs, reference(recipe, ranks)))
     never = {"unit never used": "layers.2.", "parameter never used": "layers.0.second."}.get(name, "-")
     for run in runs:
         check_moved(recipe, run, tuple(n for n in run.params if n.startswith(never)))

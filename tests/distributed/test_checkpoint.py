@@ -20,8 +20,6 @@ from tests.distributed.checkpoint_jobs import LAYERS, Job, Mixed, contents, full
 from tests.distributed.models import tokens_of
 from tests.distributed.ranks import RankPool
 
-pytestmark = pytest.mark.slow  # the format is still being built: not part of the core tier
-
 OPTIMIZERS = ["adamw", "amsgrad", "sgd", "momentum", "group step", "local"]
 IGNORED = (("ignored_modules", ["adapter"]),)
 

@@ -30,7 +30,7 @@ from tests.distributed.checkpoint_jobs import Job, contents
 from tests.distributed.models import tokens_of
 from tests.distributed.ranks import RankPool
 
-pytestmark = pytest.mark.slow  # the format is still being built: not part of the core tier
+pytestmark = pytest.mark.slow
 
 LEFT_OVER = (".saving-", ".removing-")
 

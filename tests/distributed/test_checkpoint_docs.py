@@ -20,8 +20,6 @@ from mindspeed_fsdp2.checkpoint import list_checkpoints, load_checkpoint, save_c
 from tests.distributed.models import build, tokens_of
 from tests.distributed.ranks import RankPool
 
-pytestmark = pytest.mark.slow  # the format is still being built: not part of the core tier
-
 PAGES = [Path(__file__).parents[2] / "docs" / language / "checkpoints.md" for language in ("en", "zh")]
 
 

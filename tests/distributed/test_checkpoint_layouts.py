@@ -18,7 +18,7 @@ from tests.distributed.checkpoint_jobs import Job, Outcome, contents, run
 from tests.distributed.models import build, tokens_of
 from tests.distributed.ranks import RankPool
 
-pytestmark = pytest.mark.slow  # the format is still being built: not part of the core tier
+pytestmark = pytest.mark.slow
 
 IGNORED = ("ignored_modules", ["adapter"])
 

@@ -22,8 +22,6 @@ from tests.distributed.checkpoint_jobs import LAYERS, GroupStepAdam, Job, conten
 from tests.distributed.models import Decoder, tokens_of
 from tests.distributed.ranks import RankPool
 
-pytestmark = pytest.mark.slow  # the format is still being built: not part of the core tier
-
 ROOT = {"sharding_size": "auto", "sub_modules_to_wrap": []}
 
 

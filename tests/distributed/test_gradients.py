@@ -120,7 +120,7 @@ def test_trainable_ignored_parameters(name: str, request: pytest.FixtureRequest)
     ranks, settings, recipe, still = ROWS[name]
     runs = pool_of(ranks, request).run(_run, recipe, settings)
     theirs = reference(recipe, ranks)
-    check_close(differences(f"whole parameters, {name}", runs, theirs), recipe.optimizer)
+    check_close(differences("whole", name, runs, theirs), recipe.optimizer)
     check_equal_over_ranks(runs)
     for run in runs:
         assert sorted(run.whole) == sorted(n for n in theirs.params if n.startswith("tower."))
@@ -169,7 +169,7 @@ def _frozen_at_first() -> Run:
 
 def test_frozen_and_unfrozen_after_wrapping(ranks2: RankPool) -> None:
     runs = ranks2.run(_frozen_at_first)
-    worst = differences("whole parameters, unfrozen for two steps", runs, union(UNFROZEN, 2, _unfreeze))
+    worst = differences("whole", "unfrozen for two steps", runs, union(UNFROZEN, 2, _unfreeze))
     check_close(worst)
     check_equal_over_ranks(runs)
     check_moved(Recipe(), runs[0])
@@ -383,7 +383,7 @@ def test_frozen_mixed_and_odd_parameters(name: str, request: pytest.FixtureReque
         assert dtypes == ({"torch.bfloat16", "torch.float32"} if kind == "bf16 base" else {"torch.float32"})
         assert not any("base" in grad or "unused" in grad for grad in run.grads)
         check_moved(recipe, run, tuple(n for n in run.params if "base" in n or "unused" in n))
-    worst = differences(f"mixed parameters, {name}", [run for run, *_ in results], reference(recipe, ranks))
+    worst = differences("mixed", name, [run for run, *_ in results], reference(recipe, ranks))
     if kind == "bf16 base":
         # The base rounds its inputs to bf16: where one differs by an fp32 rounding, it may fall to the other side.
         assert worst["grad"] <= 1e-6 or worst["grad"] <= 2**-8

@@ -103,7 +103,7 @@ def test_offload_changes_no_number(name: str, request: pytest.FixtureRequest) ->
         assert all(torch.equal(ours.params[n], param) for n, param in theirs.params.items())
         check_moved(recipe, ours)
     if "bf16" not in name:
-        worst = differences(f"offload, {name}", [run for run, _ in moved], reference(recipe, ranks))
+        worst = differences("offload", name, [run for run, _ in moved], reference(recipe, ranks))
         check_close(worst, recipe.optimizer)
 
 
@@ -324,7 +324,15 @@ def test_training_with_overrides(
 ) -> None:
     pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
     runs = pool.run(_train, {"sharding_size": size, "overrides": overrides})
-    check_close(differences(f"overrides {overrides}", runs, reference(SAME, ranks)), "adamw")
+    check_close(differences("overrides", _shown(overrides), runs, reference(SAME, ranks)), "adamw")
+
+
+def _shown(overrides: list[dict[str, Any]]) -> str:
+    texts = (
+        ", ".join(o["modules"]) + ": " + ", ".join(f"{k} {v}" for k, v in o.items() if k != "modules")
+        for o in overrides
+    )
+    return "; ".join(texts)
 
 
 def _far_from_fp32(settings: dict[str, Any]) -> float:

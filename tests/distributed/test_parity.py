@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mindspeed_fsdp2 import wrap_model
+from tests.distributed.measured import record
 from tests.distributed.models import build, tokens_of
 from tests.distributed.ranks import RankPool
 from tests.distributed.training import Result, full, train
@@ -57,7 +58,7 @@ def twin4(ranks4: RankPool) -> Iterator[Twin]:
 
 
 def report(name: str, results: list[Result], plain: list[Result]) -> dict[str, float]:
-    """Print and return the largest differences over all ranks, steps and tensors."""
+    """Record and return the largest differences over all ranks, steps and tensors."""
     worst = {"loss": 0.0, "norm": 0.0, "grad": 0.0, "param": 0.0}
     for ours, theirs in zip(results, plain, strict=True):
         assert ours.grads.keys() == theirs.grads.keys() == ours.params.keys() == theirs.params.keys()
@@ -68,7 +69,7 @@ def report(name: str, results: list[Result], plain: list[Result]) -> dict[str, f
             "param": [largest(ours.params[n] - p) / largest(p) for n, p in theirs.params.items()],
         }
         worst = {kind: max(worst[kind], *values) for kind, values in pairs.items()}
-    print(f"{name}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in worst.items()))
+    record("sharding", name, len(results), worst)
     return worst
 
 

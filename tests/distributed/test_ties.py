@@ -102,6 +102,15 @@ LISTINGS: dict[str, tuple[str, list[Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         (TOGETHER.replace("embedding, head]", "embedding, body.layers.2.second, head]"),),
     ),
+    "one end's unit lies in the other's": (
+        "layers",
+        ["body", "body.layers.0"],
+        {},
+        (
+            "'body.layers.0.second' and 'body.layers.2.second' share a weight: they are sharded as one unit [body].",
+            WITH_BODY,
+        ),
+    ),
     "three uses": (
         "three",
         ["body.embedding", LAYERS, "second", "head"],
@@ -190,7 +199,7 @@ def test_every_listing_gives_one_copy_and_the_right_gradient(ranks2: RankPool, n
         assert said == notices
         assert same == [True] * 3
         check_moved(recipe, run)
-    check_close(differences(f"ties, {name}", [run for run, *_ in results], reference(recipe, 2)))
+    check_close(differences("ties", name, [run for run, *_ in results], reference(recipe, 2)))
     check_equal_over_ranks([run for run, *_ in results])
 
 
@@ -201,7 +210,7 @@ def test_ties_on_four_ranks(ranks4: RankPool, size: int | str) -> None:
     results = ranks4.run(_tied, recipe, config, ends_of("three"))
     theirs = reference(recipe, 4)
     assert min(theirs.norms) > recipe.clip
-    check_close(differences(f"ties, 4 ranks, sharding_size {size}", [run for run, *_ in results], theirs), "adamw")
+    check_close(differences("ties", f"4 ranks, sharding_size {size}", [run for run, *_ in results], theirs), "adamw")
     for run, _, same in results:
         assert same == [True] * 3
         check_moved(recipe, run)

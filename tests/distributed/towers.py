@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindspeed_fsdp2 import accumulate, clip_grad_norm_, wrap_model
+from tests.distributed.measured import record
 from tests.distributed.training import full
 
 WIDTH = 8
@@ -249,8 +250,8 @@ def largest(tensor: torch.Tensor) -> float:
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
-def differences(name: str, runs: list[Run], theirs: Run) -> dict[str, float]:
-    """Print and return the largest relative differences over all ranks, steps and tensors."""
+def differences(family: str, row: str, runs: list[Run], theirs: Run) -> dict[str, float]:
+    """Record and return the largest relative differences over all ranks, steps and tensors."""
     worst = {"loss": 0.0, "norm": 0.0, "grad": 0.0, "param": 0.0}
     for ours in runs:
         assert ours.grads.keys() == theirs.grads.keys(), ours.grads.keys() ^ theirs.grads.keys()
@@ -262,7 +263,7 @@ def differences(name: str, runs: list[Run], theirs: Run) -> dict[str, float]:
             "param": [largest(ours.params[n] - p) / largest(p) for n, p in theirs.params.items()],
         }
         worst = {kind: max(worst[kind], *values) for kind, values in pairs.items()}
-    print(f"{name}: " + ", ".join(f"{kind} {value:.1e}" for kind, value in worst.items()))
+    record(family, row, len(runs), worst)
     return worst
 
 

@@ -26,7 +26,11 @@ PUBLIC = [
     "build_plan",
     "clip_grad_norm_",
     "full_parameters",
+    "list_checkpoints",
+    "load_checkpoint",
     "load_config",
+    "save_checkpoint",
+    "save_checkpoint_async",
     "wrap_model",
 ]
 
