@@ -54,6 +54,7 @@ class UnitOrderCheck:
         self._left = -1 if always else _FIRST_FORWARDS
         self._inside = False
         self._gathered: dict[int, str] = {}  # id of a gathered parameter -> its unit's name
+        self._outputs: dict[Node, str] = {}  # where an output of this forward was made -> its unit's name
         self._whole = {id(param) for param in root.parameters() if not isinstance(param, DTensor)}
         for number, (name, modules) in enumerate(units.items()):
             for module in modules:
@@ -65,14 +66,17 @@ class UnitOrderCheck:
 
     def _begin(self, _module: nn.Module, _args: Any) -> None:
         self._inside = self._left != 0
+        self._outputs.clear()
 
     def _before(self, number: int, _module: nn.Module, _args: Any) -> None:
         if self._inside:  # outside lies recomputation, whose order follows from the forward's
             self._compare(number)
 
-    def _learn(self, name: str, module: nn.Module, _args: Any, _output: Any) -> None:
+    def _learn(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
         if not self._inside:
             return
+        for node in _nodes(output):
+            self._outputs.setdefault(node, name)
         for param in module.parameters():
             if not isinstance(param, DTensor) and id(param) not in self._whole:
                 self._gathered.setdefault(id(param), name)  # a unit inside this one came first
@@ -102,26 +106,20 @@ class UnitOrderCheck:
         )
 
     def _used(self, output: Any) -> frozenset[str]:
-        """Return the units with parameters in the graph of ``output``, as far as recomputation does not hide it."""
-        stack: list[Node] = []
-
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.grad_fn is not None:
-                stack.append(tensor.grad_fn)
-            return tensor
-
-        apply_to_tensors(note, output)
+        """Return the units whose outputs or parameters are in the graph of ``output``, recomputation left out."""
+        stack = _nodes(output)
         seen = set(stack)
         used: set[str] = set()
         while stack:
             node = stack.pop()
-            name = self._gathered.get(id(getattr(node, "variable", None)))
+            name = self._outputs.get(node) or self._gathered.get(id(getattr(node, "variable", None)))
             if name is not None:
                 used.add(name)
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     stack.append(following)
+        self._outputs.clear()
         return frozenset(used)
 
     def _compare_used(self, used: frozenset[str]) -> None:
@@ -152,6 +150,19 @@ class UnitOrderCheck:
         if self._group is None:
             return range(dist.get_world_size())
         return dist.get_process_group_ranks(self._group)
+
+
+def _nodes(output: Any) -> list[Node]:
+    """Return where the tensors in ``output`` were made."""
+    found: list[Node] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.grad_fn is not None:
+            found.append(tensor.grad_fn)
+        return tensor
+
+    apply_to_tensors(note, output)
+    return found
 
 
 def _on(ranks: Sequence[int]) -> str:

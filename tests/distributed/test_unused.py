@@ -33,6 +33,14 @@ from tests.distributed.training import full
 RECOMPUTE: dict[str, Any] = {"recompute_modules": ["layers.{*}"]}
 LAST: dict[str, Any] = {"reduce_grads": "last_microbatch"}
 
+
+def _half_frozen() -> nn.Module:
+    """Where the second half of the first layer does not run, that unit has no gradient at all."""
+    model = SHARDABLE()
+    model.layers[0].first.requires_grad_(False)
+    return model
+
+
 # name -> ranks, settings, which ranks use a part of a unit (a half of the first layer, the tower in the root)
 ROWS: dict[str, tuple[int, dict[str, Any], Recipe]] = {
     "half of a unit": (2, {}, Recipe(make=SHARDABLE, use=Use(second="odd ranks"))),
@@ -62,6 +70,17 @@ ROWS: dict[str, tuple[int, dict[str, Any], Recipe]] = {
         Recipe(make=SHARDABLE, use=Use(second="last micro-batch of odd ranks"), micro_batches=2),
     ),
     "not marked": (2, {}, Recipe(make=SHARDABLE, use=Use(second="taking turns"), micro_batches=2, marked=False)),
+    "not marked, first only": (
+        2,
+        {},
+        Recipe(make=SHARDABLE, use=Use(second="first micro-batch"), micro_batches=2, marked=False),
+    ),
+    "the only trainable half": (2, {}, Recipe(make=_half_frozen, use=Use(second="odd ranks"))),
+    "the only trainable half, replicas": (
+        2,
+        {"sharding_size": 1},
+        Recipe(make=_half_frozen, use=Use(second="last micro-batch of odd ranks"), micro_batches=2),
+    ),
 }
 
 
@@ -76,7 +95,8 @@ def test_equals_one_process_on_all_data(name: str, request: pytest.FixtureReques
     runs = pool.run(_run, recipe, settings)
     check_close(differences("unused", name, runs, reference(recipe, ranks)), recipe.optimizer)
     check_equal_over_ranks(runs)
-    check_moved(recipe, runs[0])
+    frozen = tuple(name for name, param in recipe.make().named_parameters() if not param.requires_grad)
+    check_moved(recipe, runs[0], frozen)
 
 
 class Experts(nn.Module):
