@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch_private import apply_to_tensors, in_backward, queue_callback
+from ._torch_private import in_backward, queue_callback
+from .hidden_outputs import tensors_in
 
 
 class Backward:
@@ -86,16 +87,13 @@ class Backward:
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._completed = True
         if torch.is_grad_enabled():
-            apply_to_tensors(self._watch, output)
+            for tensor in tensors_in(output, opaque=True):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
 
     def _left_forward(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self.forward_failed |= not self._completed
         self._completed = False
-
-    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(self._reached)  # type: ignore[no-untyped-call]
-        return tensor
 
     def _reached(self, _grad: torch.Tensor) -> None:
         self.begin()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -43,22 +42,30 @@ class RunningStatistics:
         self._group = group
         self._device = device
         self._state = state
+        self._root = root
+        self._keepers = [module for module in root.modules() if _STATISTICS <= module._buffers.keys()]
         self._changed = True  # a checkpoint that is loaded before the first forward holds each rank's own
         self._trained = False
         self._compared = False
-        self._root = root
-        root.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._hook = root.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, _module: nn.Module, _args: object) -> None:
         if in_backward():
             return
         if self._changed:
-            self._send(list(_statistics(self._root)))
+            self._send(self._statistics())
             if self._trained and not self._compared:
                 self._compared = True
                 self._compare()
         self._changed = torch.is_grad_enabled() and not self._state.holding
         self._trained |= self._changed
+        if self._compared and not self._keepers:
+            self._hook.remove()
+
+    def _statistics(self) -> list[torch.Tensor]:
+        """Return all buffers of the modules that keep running statistics, each once."""
+        found = [buffer for module in self._keepers for buffer in module._buffers.values() if buffer is not None]
+        return list({id(buffer): buffer for buffer in found}.values())
 
     def _send(self, buffers: list[torch.Tensor]) -> None:
         if not buffers:
@@ -73,12 +80,14 @@ class RunningStatistics:
             buffer.data.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
 
     def _compare(self) -> None:
-        sent = {id(buffer) for buffer in _statistics(self._root)}
+        sent = {id(buffer) for buffer in self._statistics()}
         mine = {
             name: float(buffer.sum(dtype=torch.float64))
             for name, buffer in self._root.named_buffers()
             if buffer.is_floating_point() and id(buffer) not in sent
         }
+        if not mine:
+            return
         every: list[dict[str, float]] = [mine] * dist.get_world_size(self._group)
         dist.all_gather_object(every, mine, group=self._group)
         if differ := [name for name in mine if len({repr(sums.get(name)) for sums in every}) > 1]:
@@ -91,18 +100,3 @@ class RunningStatistics:
                     ", ".join(differ[:_NAMED_AT_MOST]),
                     more,
                 )
-
-
-def _statistics(root: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield all buffers of the modules that keep running statistics, each once."""
-    seen: set[int] = set()
-    for module in root.modules():
-        if _keeps_statistics(name for name, buffer in module._buffers.items() if buffer is not None):
-            for buffer in module._buffers.values():
-                if buffer is not None and id(buffer) not in seen:
-                    seen.add(id(buffer))
-                    yield buffer
-
-
-def _keeps_statistics(names: Iterable[str]) -> bool:
-    return _STATISTICS <= set(names)

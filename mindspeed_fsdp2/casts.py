@@ -49,7 +49,9 @@ def apply_exact_outputs(modules: Iterable[nn.Module]) -> None:
     """Mark the outputs of modules without parameters as exact, unless they only pass activations on (**in place**).
 
     A module whose inputs hold a floating tensor (dropout, an activation function) passes activations on; one that
-    is called with lengths or positions (rotary embeddings), or that owns a floating buffer, makes numbers.
+    is called with lengths or positions (rotary embeddings) makes numbers. One that owns a floating buffer may do
+    either with a floating input: an output of that input's shape passes it on (a normalisation, positions added to
+    embeddings), any other is made of the buffer (rotary embeddings that take their dtype and device from an input).
     """
     for module in modules:
         module.register_forward_hook(_mark_outputs, with_kwargs=True)
@@ -81,17 +83,17 @@ def _input_cast(
 
 
 def _mark_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    floating_inputs: list[torch.Tensor] = []
+    shapes: set[torch.Size] = set()
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            floating_inputs.append(tensor)
+            shapes.add(tensor.shape)
         return tensor
 
     apply_to_tensors(note, (args, kwargs))
-    if floating_inputs and not any(b.is_floating_point() for b in module.buffers()):
+    if shapes and not any(b.is_floating_point() for b in module.buffers()):
         return
-    apply_to_tensors(lambda t: keep(t) if t.is_floating_point() else t, output)
+    apply_to_tensors(lambda t: keep(t) if t.is_floating_point() and t.shape not in shapes else t, output)
 
 
 def _cast_outputs(dtype: torch.dtype, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:

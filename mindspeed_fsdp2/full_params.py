@@ -28,17 +28,18 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
 
     Raises:
         PlanError: ``model`` is not wrapped.
-        FSDP2Error: ``model`` is inside ``full_parameters`` already. Or a parameter was changed although it is gathered in another dtype than it is stored in, so the
-            stored value would be rounded. Or units were sharded again inside, by a backward, say, and what was
-            changed before is lost. Inside: ``state_dict`` or ``load_state_dict`` of the model was called.
+        FSDP2Error: ``model`` is inside ``full_parameters`` already. Or a parameter was changed although it is gathered
+            in another dtype than it is stored in, so the stored value would be rounded. Or units were sharded again
+            inside, by a backward, say, and what was changed before is lost. ``state_dict`` and ``load_state_dict`` of
+            the model raise inside.
     """
     handle = sharded(model)
     if handle is None:
         raise PlanError("full_parameters: the model is not wrapped. Call wrap_model first.")
     if handle.state.gathered:
         raise FSDP2Error(
-            "full_parameters: the model is inside full_parameters already, and leaving the inner one would shard it for "
-            "the outer one too. Enter it once, around both uses."
+            "full_parameters: the model is inside full_parameters already, and leaving the inner one would shard it "
+            "for the outer one too. Enter it once, around both uses."
         )
     units = [module for module in handle.module.modules() if isinstance(module, FSDPModule)]
     shards = dict(handle.module.named_parameters())
@@ -76,8 +77,8 @@ def _state_dicts_refused(root: nn.Module) -> Iterator[None]:
         )
 
     own = vars(root)
-    before = {name: own[name] for name in ("state_dict", "load_state_dict") if name in own}
-    own.update(state_dict=state_dict, load_state_dict=load_state_dict)
+    before: dict[str, Any] = {name: own[name] for name in ("state_dict", "load_state_dict") if name in own}
+    own["state_dict"], own["load_state_dict"] = state_dict, load_state_dict
     try:
         yield
     finally:

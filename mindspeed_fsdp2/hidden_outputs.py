@@ -133,7 +133,8 @@ def _learn_gathered(root: nn.Module, units: Iterable[Sequence[nn.Module]]) -> di
         for name, param in module.named_parameters(prefix):
             if name in names and not isinstance(param, DTensor):
                 gathered[name] = param
-        handles.pop(module).remove()  # FSDP keeps these objects
+        if (handle := handles.pop(module, None)) is not None:  # a module may have called itself
+            handle.remove()  # FSDP keeps these objects
 
     prefixes = {module: fqn for fqn, module in root.named_modules()}
     for module in [module for members in units for module in members]:

@@ -135,23 +135,19 @@ class _Layout:
     stride: tuple[int, ...]
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    device: torch.device
 
-    def cut(self, whole: torch.Tensor) -> DTensor:
-        """Return this rank's shard of ``whole``; nothing is sent."""
+    def cut(self, whole: torch.Tensor, device: torch.device) -> DTensor:
+        """Return this rank's shard of ``whole``, on ``device``; nothing is sent."""
         pieces = whole.chunk(self.mesh.size(self.mesh.ndim - 1))
         index = self.mesh.get_local_rank(self.mesh.ndim - 1)
-        mine = (pieces[index] if index < len(pieces) else whole[:0]).to(self.device)
+        mine = (pieces[index] if index < len(pieces) else whole[:0]).to(device)
         return DTensor.from_local(
             mine, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
 
 def _layouts(shards: Mapping[str, DTensor]) -> dict[str, _Layout]:
-    return {
-        name: _Layout(p.shape, p.stride(), p.device_mesh, tuple(p.placements), p.to_local().device)
-        for name, p in shards.items()
-    }
+    return {name: _Layout(p.shape, p.stride(), p.device_mesh, tuple(p.placements)) for name, p in shards.items()}
 
 
 def _cut_loaded(
@@ -172,7 +168,9 @@ def _cut_loaded(
         value = state_dict.get(prefix + name)
         # What has another shape is left to torch, which lists all of that together.
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == layout.shape:
-            state_dict[prefix + name] = layout.cut(value.detach())
+            shard = getattr(module, name)  # or the gathered parameter, after a forward without a backward
+            device = shard.to_local().device if isinstance(shard, DTensor) else shard.device
+            state_dict[prefix + name] = layout.cut(value.detach(), device)
 
 
 def _around_overrides(units: Sequence[Unit]) -> Iterator[tuple[Unit, list[Unit]]]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from ._torch_private import apply_to_tensors
+from ._torch_private import apply_to_tensors, in_backward
 
 logger = logging.getLogger("mindspeed_fsdp2")
 
@@ -37,6 +37,8 @@ class PrefetchOrder:
 class PrefetchRecorder:
     """Watches the first training forward of ``root``, then sets the prefetch lists and takes its hooks away.
 
+    In evaluation mode only a backward tells a training forward from others, so there it is the next one.
+
     Lists that differ between ranks train on wrong weights without any error, so the ranks compare their orders in
     one collective and set nothing unless all are equal.
 
@@ -58,6 +60,7 @@ class PrefetchRecorder:
     group: dist.ProcessGroup | None
     order: PrefetchOrder | None = None
     _recording: bool = False
+    _trained: bool = False  # a backward came after a forward in evaluation mode
     _begun: list[str] = field(default_factory=list)
     _ended: list[str] = field(default_factory=list)
     _handles: list[RemovableHandle] = field(default_factory=list)
@@ -73,12 +76,14 @@ class PrefetchRecorder:
         if module is self.root:
             self._begun.clear()
             self._ended.clear()
-            self._recording = torch.is_grad_enabled() and module.training
+            self._recording = torch.is_grad_enabled() and (module.training or self._trained)
         if self._recording and name not in self._begun:
             self._begun.append(name)
 
     def _end(self, name: str, module: nn.Module, _args: Any, output: Any) -> None:
         if not self._recording:
+            if module is self.root and torch.is_grad_enabled() and not in_backward():
+                apply_to_tensors(self._watch, output)
             return
         if name in self._ended:  # a unit that runs twice is needed last by its last run
             self._ended.remove(name)
@@ -88,6 +93,14 @@ class PrefetchRecorder:
         if module is self.root:
             self._recording = False
             self._finish()
+
+    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _note_backward(self, _grad: torch.Tensor) -> None:
+        self._trained = True
 
     def _finish(self) -> None:
         for handle in self._handles:

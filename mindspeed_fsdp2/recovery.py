@@ -170,7 +170,7 @@ def _smallest_shard(root: nn.Module) -> tuple[nn.Parameter, nn.Module, str] | No
     shards = [
         (param, module, leaf)
         for module in root.modules()
-        for leaf, param in module._parameters.items()
+        for leaf, param in module.named_parameters(recurse=False)
         if isinstance(param, DTensor) and param.requires_grad
     ]
     return min(shards, key=lambda found: found[0].numel(), default=None)

@@ -27,14 +27,19 @@ NO_MEGATRON = (
     "megatron.training cannot be imported by {python}. Install megatron-core>=0.17 (it needs Python >= 3.12), or put a "
     "Megatron-LM checkout on PYTHONPATH."
 )
+NOT_LAUNCHED = (
+    "{target} joins a process group, and no launcher has told this process its place in it ({error}). Start it with "
+    "torchrun: torchrun --nproc_per_node N -m mindspeed_fsdp2.run {arguments}"
+)
 USAGE_ERROR = 2  # what python itself exits with when it cannot open a script
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the script named in ``argv`` (default: the command line) and return when it does.
 
-    A mistake of the user ends the process with its message on stderr: exit code 2 where no script can be run, 1 for
-    this package's own errors. Whatever else the script raises, ``SystemExit`` included, passes through.
+    A mistake of the user ends the process with its message on stderr: exit code 2 where no script can be run, or only
+    under a launcher such as torchrun, 1 for this package's own errors. Whatever else the script raises,
+    ``SystemExit`` included, passes through.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_module = arguments[:1] == ["-m"]
@@ -60,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             runpy.run_path(target, run_name="__main__")
     except FSDP2Error as error:
         _end(str(error), 1)
+    except ValueError as error:
+        if "env:// rendezvous" not in str(error):
+            raise
+        shown = f"{'-m ' if as_module else ''}{target}{' …' if len(arguments) > 1 else ''}"
+        _end(NOT_LAUNCHED.format(target=target, error=error, arguments=shown), USAGE_ERROR)
 
 
 def _importable(module: str) -> bool:

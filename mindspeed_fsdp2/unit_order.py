@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from ._torch_private import apply_to_tensors
 from .errors import FSDP2Error
+from .hidden_outputs import tensors_in
 
 _FIRST_FORWARDS = 20
 _NAMED_AT_MOST = 4
@@ -154,15 +154,7 @@ class UnitOrderCheck:
 
 def _nodes(output: Any) -> list[Node]:
     """Return where the tensors in ``output`` were made."""
-    found: list[Node] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.grad_fn is not None:
-            found.append(tensor.grad_fn)
-        return tensor
-
-    apply_to_tensors(note, output)
-    return found
+    return [tensor.grad_fn for tensor in tensors_in(output, opaque=True) if tensor.grad_fn is not None]
 
 
 def _on(ranks: Sequence[int]) -> str:

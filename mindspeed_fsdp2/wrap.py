@@ -15,8 +15,10 @@ from torch import nn
 from .agreement import agree
 from .apply import Sharded, apply_plan
 from .config import FSDP2Config, load_config
-from .device import check_device_type, find_device_type
+from .device import check_device_type, current_device, find_device_type
 from .errors import ConfigError, PlanError
+from .materialize_fill import Deferred
+from .materialize_find import deferred_values
 from .mesh import build_mesh
 from .plan import DefaultUnits, FSDP2Plan, Tie, build_plan
 from .rng import RandomState, random_states
@@ -40,7 +42,8 @@ def wrap_model(
     ``(dp_replicate, dp_shard)``, sharded on dimension 0. The state stored and optimized keeps the loaded dtype.
 
     Args:
-        model: The whole model with its weights loaded, on any device. Attributes of parameters survive.
+        model: The whole model with its weights loaded, on any device, or built in ``meta_init``. Attributes of
+            parameters survive.
         config: Path of a YAML file, a mapping with the same keys, or an ``FSDP2Config``.
         process_group: Data-parallel ranks; None means all. Every rank of the job must call this function.
         device_type: ``"npu"``, ``"cuda"`` or ``"cpu"``; None takes the accelerator found.
@@ -104,7 +107,8 @@ def shard_model(
         FSDP2Error: See :func:`wrap_model`.
     """
 
-    def build() -> tuple[FSDP2Plan, str]:
+    def build() -> tuple[FSDP2Plan, str, Deferred | None]:
+        _check_arguments(model, process_group)
         if dist.get_rank(process_group) < 0:
             raise PlanError("process_group: this rank is not in it. Pass each rank its own data-parallel group.")
         device = device_type or find_device_type()
@@ -119,15 +123,34 @@ def shard_model(
             host_ties=host.ties,
         )
         check_offload_backend(plan, process_group, device)
-        return plan, device
+        return plan, device, deferred_values(model, current_device(device))
 
-    plan, device = agree(build, lambda built: f"{built[0].digest()}/{built[1]}", None, "FSDP2 plan")
+    plan, device, deferred = agree(build, _digest, None, "FSDP2 plan")
     if plan.shard_size is None:  # only a plan made without a number of ranks lacks it
         raise PlanError("plan: it was made without the number of data-parallel ranks.")
     mesh = build_mesh(plan.shard_size, process_group, device)
     if host.same_start:
-        broadcast_whole(model.parameters(), device, process_group)
-    return apply_plan(plan, model, mesh, process_group, (*random_states(device), *host.random_states))
+        broadcast_whole((param for param in model.parameters() if not param.is_meta), device, process_group)
+    states = (*random_states(device), *host.random_states)
+    return apply_plan(plan, model, mesh, process_group, states, deferred, host.same_start)
+
+
+def _digest(built: tuple[FSDP2Plan, str, Deferred | None]) -> str:
+    plan, device, deferred = built
+    return f"{plan.digest()}/{device}" + (f"/{deferred.digest}" if deferred is not None else "")
+
+
+def _check_arguments(model: object, process_group: object) -> None:
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise PlanError(f"model: {model.__name__} is a class. Build the model: wrap_model({model.__name__}(...), ...).")
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model: {type(model).__name__} is not an nn.Module. Pass the module that is trained.")
+    outside = process_group == dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to ranks that are not in it
+    if process_group is not None and not outside and not isinstance(process_group, dist.ProcessGroup):
+        raise PlanError(
+            f"process_group: {process_group!r} is no process group. Pass what torch.distributed.new_group returned or "
+            "mesh.get_group(), or None for all ranks."
+        )
 
 
 def check_offload_backend(plan: FSDP2Plan, group: dist.ProcessGroup | None, device_type: str) -> None:

@@ -143,9 +143,7 @@ CONTAINERS = "a tensor, or tensors in a tuple, list, dict, dataclass or named tu
 
 def _packed(kind: str, settings: dict[str, Any]) -> tuple[str, tuple[float, float]]:
     seen: list[tuple[float, float]] = []
-    text = message(
-        lambda: seen.append(off_after_training(lambda: Net(*PACKS[kind]), {**UNITS, **settings}, square))
-    )
+    text = message(lambda: seen.append(off_after_training(lambda: Net(*PACKS[kind]), {**UNITS, **settings}, square)))
     return text, seen[0] if seen else (0.0, 1.0)
 
 
@@ -160,6 +158,30 @@ def test_unit_that_returns_its_tensors_in_an_object(ranks2: RankPool, kind: str)
             assert text == (hidden if kind in HIDDEN else "")
             assert off < 1e-6
             assert moved > 1e-4
+
+
+def test_unit_of_several_modules_that_hides_its_outputs(ranks2: RankPool) -> None:
+    settings = {"sub_modules_to_wrap": [["layers.0", "layers.1"]]}
+    for text, _ in ranks2.run(_packed, "Slots", settings):
+        assert text.startswith("layers.0 + layers.1: this unit returns its tensors in a Slots, where FSDP2")
+    for text, (off, moved) in ranks2.run(_packed, "frozen dataclass", settings):
+        assert (text, off < 1e-6, moved > 1e-4) == ("", True, True)
+
+
+def _packed_in_another_dtype() -> list[str]:
+    override = {"modules": ["layers.{*}"], "param_dtype": "bf16", "output_dtype": "fp32"}
+    return [
+        message(
+            lambda k=kind: square(wrap_model(Net(*PACKS[k]), {**UNITS, "overrides": [override]}), x_of(0)).backward()
+        )  # type: ignore[misc]
+        for kind in ("frozen dataclass", "tuple", "Slots")
+    ]
+
+
+def test_outputs_that_are_cast_are_seen(ranks2: RankPool) -> None:
+    for first, second, third in ranks2.run(_packed_in_another_dtype):
+        assert (first, second) == ("", "")
+        assert third.startswith("layers.0: this unit returns its tensors in a Slots, where FSDP2")
 
 
 def _no_gradient_comes() -> list[str]:
@@ -297,14 +319,27 @@ def _statistics(settings: dict[str, Any], micro_batches: int) -> tuple[bool, flo
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("settings", [{}, {"sharding_size": 1}])
-def test_running_statistics_are_those_of_ddp(
-    ranks2: RankPool, settings: dict[str, Any], micro_batches: int
-) -> None:
+def test_running_statistics_are_those_of_ddp(ranks2: RankPool, settings: dict[str, Any], micro_batches: int) -> None:
     for rank, (agree, output, buffers, drift) in enumerate(ranks2.run(_statistics, settings, micro_batches)):
         assert agree
         assert output < 1e-6
         assert buffers < 1e-6
         assert (drift > 1e-3) is (rank > 0)  # each rank's own batches had moved them
+
+
+def _statistics_of_a_checkpoint() -> list[float]:
+    """A checkpoint taken between two steps holds each rank's own statistics."""
+    model = wrap_model(Norms(), UNITS)
+    rank = dist.get_rank()
+    model.load_state_dict({name: value + rank for name, value in Norms().state_dict().items()})
+    with torch.no_grad():
+        model.eval()(x_of(0))
+    return [float(buffer.double().sum()) for buffer in model.buffers()]
+
+
+def test_running_statistics_of_a_checkpoint(ranks2: RankPool) -> None:
+    expected = [float(buffer.double().sum()) for buffer in Norms().buffers()]
+    assert ranks2.run(_statistics_of_a_checkpoint) == [expected] * 2
 
 
 class Codebook(Net):
@@ -364,7 +399,7 @@ def _inside_full_parameters() -> tuple[list[str], bool]:
             pass
 
     texts = [
-        run(model.state_dict),
+        run(lambda: model.state_dict()),  # looked up inside
         run(lambda: nn.Sequential(model).state_dict()),
         run(lambda: model.load_state_dict(Net().state_dict())),
         run(nested),
@@ -429,9 +464,7 @@ def _loaded(settings: dict[str, Any], forward_first: bool) -> tuple[list[str], l
 
 @pytest.mark.parametrize("forward_first", [False, True])
 @pytest.mark.parametrize("settings", [{}, {"sharding_size": 1}, {"offload_to_cpu": True}])
-def test_whole_state_dict_is_cut_into_shards(
-    ranks2: RankPool, settings: dict[str, Any], forward_first: bool
-) -> None:
+def test_whole_state_dict_is_cut_into_shards(ranks2: RankPool, settings: dict[str, Any], forward_first: bool) -> None:
     check_loaded(ranks2.run(_loaded, settings, forward_first))
 
 
@@ -622,7 +655,13 @@ def _together(kind: str, groups: bool) -> tuple[str, tuple[float, float]]:
     def build(params: Any) -> torch.optim.Optimizer:
         listed = list(params)
         if groups:
-            listed = [{"params": [p for p in listed if isinstance(p, DTensor) is sharded_ones] or [nn.Parameter(torch.ones(1))]} for sharded_ones in (True, False)]
+            listed = [
+                {
+                    "params": [p for p in listed if isinstance(p, DTensor) is sharded_ones]
+                    or [nn.Parameter(torch.ones(1))]
+                }
+                for sharded_ones in (True, False)
+            ]
         return torch.optim.AdamW(listed, lr=0.01, **({} if kind == "neither" else {kind: True}))
 
     seen: list[tuple[float, float]] = []
@@ -711,7 +750,9 @@ def _prefetch_in_eval(evaluate_first: bool) -> tuple[bool, list[bool]]:
         for rank in range(2):
             (square(twin, x_of(rank, step)) / 2).backward()
         known.append(handle.prefetch.order is not None)
-        equal &= all((full(model.get_parameter(n).grad) - p.grad).abs().max() < 1e-6 for n, p in twin.named_parameters())
+        equal &= all(
+            (full(model.get_parameter(n).grad) - p.grad).abs().max() < 1e-6 for n, p in twin.named_parameters()
+        )
     return equal, known
 
 
@@ -752,7 +793,9 @@ class Positioned(Net):
 def _positions(angles: bool) -> tuple[list[torch.dtype], bool]:
     model = wrap_model(Positioned(angles), {**UNITS, "param_dtype": "bf16"})
     output = model(x_of(dist.get_rank()))
-    kept = bool(angles) and output[1].dtype == torch.float32 and getattr(output[1], "_mindspeed_fsdp2_keep_dtype", False)
+    kept = (
+        bool(angles) and output[1].dtype == torch.float32 and getattr(output[1], "_mindspeed_fsdp2_keep_dtype", False)
+    )
     (output[0] if angles else output).float().sum().backward()
     return model.seen, kept
 

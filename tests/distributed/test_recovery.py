@@ -86,7 +86,9 @@ def test_step_given_up_between_micro_batches(name: str, how: str, request: pytes
 def test_undisturbed_training_is_right(ranks2: RankPool) -> None:
     for settings in (LAST, {"sharding_size": 1}):
         runs = ranks2.run(wrapped, RECIPE, {**UNITS, **settings})
-        check_close(differences("accumulation", "the undisturbed run of the recovery tests", runs, reference(RECIPE, 2)))
+        check_close(
+            differences("accumulation", "the undisturbed run of the recovery tests", runs, reference(RECIPE, 2))
+        )
 
 
 def _changed(action: str) -> str:

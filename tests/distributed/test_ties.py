@@ -247,7 +247,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "across an optional module": (
         "three",
         {"sub_modules_to_wrap": [LAYERS], "optional_modules": ["second"]},
-        "parameter 'second.weight' is shared by the root unit and an ignored module. Ignore both modules or none.",
+        "parameter 'second.weight' is shared by the root unit and an optional module. List both modules in "
+        "optional_modules or none.",
     ),
     "two overrides": (
         "head",

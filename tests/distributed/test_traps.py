@@ -171,7 +171,7 @@ def _unit_in_tower() -> str:
 
 def test_trap_unit_in_an_optional_tower(ranks2: RankPool) -> None:
     text = (
-        "sub_modules_to_wrap: 'tower.up' lies inside the ignored module 'tower'. Remove it from one of the two lists."
+        "sub_modules_to_wrap: 'tower.up' lies inside the optional module 'tower'. Remove it from one of the two lists."
     )
     assert ranks2.run(_unit_in_tower) == [text] * 2
 
@@ -760,7 +760,14 @@ def _first_used_late(settings: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("settings", [{}, {"reduce_grads": "last_microbatch"}])
 def test_trap_parameter_first_used_late_under_accumulation(ranks2: RankPool, settings: dict[str, Any]) -> None:
     recipe = Recipe(make=SHARDABLE, use=Use(last_layer="last micro-batch"), micro_batches=3)
-    check_close(differences("partly run", "parameter first used late, one micro-batch", ranks2.run(_first_used_late, settings), reference(recipe, 2)))
+    check_close(
+        differences(
+            "partly run",
+            "parameter first used late, one micro-batch",
+            ranks2.run(_first_used_late, settings),
+            reference(recipe, 2),
+        )
+    )
 
 
 def _unfrozen(later: bool) -> tuple[list[float], float]:

@@ -53,8 +53,8 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self) -> dict[str, int]:
-        """Return how many collectives of each kind and group size there were, e.g. ``{"gather/2": 7}``."""
-        return dict(Counter(f"{c.kind}/{c.ranks}" if c.ranks else c.kind for c in self.all))
+        """Return how many collectives of each kind and group size there were, flags left out: ``{"gather/2": 7}``."""
+        return dict(Counter(f"{c.kind}/{c.ranks}" if c.ranks else c.kind for c in self.all if c.kind != "flags"))
 
     def dtypes(self, kind: str) -> set[torch.dtype]:
         """Return the dtypes that travelled in collectives of ``kind``."""

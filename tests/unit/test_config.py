@@ -89,6 +89,9 @@ def test_defaults() -> None:
         "reduce_grads": "every_microbatch",
         "optional_modules": (),
         "check_unit_order": None,
+        "auto_wrap_policy": None,
+        "transformer_layer_cls_to_wrap": None,
+        "min_num_params": None,
     }
 
 
@@ -339,6 +342,19 @@ def test_everything_else_is_supported(load: Callable[[str], FSDP2Config]) -> Non
             "param_dtype: torch.bfloat16",
             "the text 'torch.bfloat16' is not one of the dtypes bf16, fp16, fp32. Write bf16.",
         ),
+        *(
+            (f"{key}: {name}", f"the text '{name}' is not one of the dtypes bf16, fp16, fp32. Write {meant}.")
+            for key in ("param_dtype", "reduce_dtype", "output_dtype")
+            for name, meant in (
+                ("float64", "fp32"),
+                ("fp64", "fp32"),
+                ("double", "fp32"),
+                ("torch.double", "fp32"),
+                ("single", "fp32"),
+                ("float", "fp32"),
+                ("half", "fp16"),
+            )
+        ),
         ("param_dtype: BF16", "the text 'BF16' is not one of the dtypes bf16, fp16, fp32. Write bf16."),
         (
             "param_dtype: no",
@@ -484,7 +500,7 @@ def test_misspelt_key_suggests_the_right_one(mistakes: Callable[[str], list[str]
         ("cpu_offload", "offload_to_cpu"),
         ("apply_modules", "sub_modules_to_wrap"),
         ("fully_shard_parallel_size", "sharding_size"),
-        ("transformer_layer_cls_to_wrap", "sub_modules_to_wrap"),
+        ("transformer_cls_names_to_wrap", "transformer_layer_cls_to_wrap"),
         ("activation_checkpointing", "recompute_modules"),
     ],
 )
@@ -698,59 +714,31 @@ def translation(text: str, mistakes: Callable[[str], list[str]]) -> list[str]:
     return [line.removeprefix("    ") for line in block]
 
 
+HF = "this file follows the format of Hugging Face's Accelerate or Transformers, not this project's. Translate it: "
+
+
 @pytest.mark.parametrize(
-    ("strategy", "lines"),
+    ("text", "key"),
     [
-        ("FULL_SHARD", ["sharding_size: auto", "reshard_after_forward: true"]),
-        ("1", ["sharding_size: auto", "reshard_after_forward: true"]),
-        ("SHARD_GRAD_OP", ["sharding_size: auto", "reshard_after_forward: false"]),
-        ("HYBRID_SHARD", ["sharding_size: ranks of one node", "reshard_after_forward: true"]),
-        ("NO_SHARD", ["sharding_size: 1"]),
+        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n", "distributed_type"),
+        ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n", "fsdp_config"),
+        ("fsdp_offload_params: false\nfsdp_forward_prefetch: true\n", "fsdp_offload_params"),
+        # fsdp_config by itself shares some keys with us
+        ("cpu_offload: true\nreshard_after_forward: true\nversion: 2\n", "cpu_offload"),
+        ("version: 2\nauto_wrap_policy: NO_WRAP\nstate_dict_type: FULL_STATE_DICT\n", "version"),
     ],
 )
-def test_accelerate_strategies(mistakes: Callable[[str], list[str]], strategy: str, lines: list[str]) -> None:
-    block = translation(f"fsdp_config:\n  fsdp_sharding_strategy: {strategy}\n", mistakes)
-    assert block == [f"{line}  # fsdp_config.fsdp_sharding_strategy" for line in lines]
+def test_files_of_hugging_face_are_recognised(mistakes: Callable[[str], list[str]], text: str, key: str) -> None:
+    assert mistakes(text) == [f"cfg.yaml:1: {key}: {HF}mindspeed-fsdp2 convert cfg.yaml -o converted.yaml."]
+    with pytest.raises(ConfigError) as error:
+        load_config({"version": 2, "xla": False})
+    assert str(error.value) == f"version: {HF}FSDP2Config.from_hf(...)."
 
 
-def test_accelerate_version_two_keys(mistakes: Callable[[str], list[str]]) -> None:
-    text = """\
-distributed_type: FSDP
-mixed_precision: bf16
-fsdp_config:
-  fsdp_version: 2
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer, SiglipEncoderLayer
-  fsdp_activation_checkpointing: true
-  fsdp_offload_params: 'true'
-  fsdp_reshard_after_forward: false
-parallelism_config:
-  parallelism_config_dp_shard_size: 4
-"""
-    assert translation(text, mistakes) == [
-        "sharding_size: 4  # parallelism_config.parallelism_config_dp_shard_size",
-        "sub_modules_to_wrap:  # fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-        "  - LlamaDecoderLayer",
-        "  - SiglipEncoderLayer",
-        "recompute_modules:  # fsdp_config.fsdp_activation_checkpointing",
-        "  - LlamaDecoderLayer",
-        "  - SiglipEncoderLayer",
-        "use_reentrant: false  # fsdp_config.fsdp_activation_checkpointing",
-        "reshard_after_forward: false  # fsdp_config.fsdp_reshard_after_forward",
-        "param_dtype: bf16  # mixed_precision",
-        "reduce_dtype: bf16  # mixed_precision",
-        "output_dtype: bf16  # mixed_precision",
-        "offload_to_cpu: true  # fsdp_config.fsdp_offload_params",
-        "# as here by default: fsdp_config.fsdp_auto_wrap_policy",
-        "# without a counterpart here: fsdp_config.fsdp_version",
-    ]
-
-
-def test_flat_accelerate_keys_are_recognised(mistakes: Callable[[str], list[str]]) -> None:
-    assert translation("fsdp_offload_params: false\nfsdp_forward_prefetch: true\n", mistakes) == [
-        "sharding_size: auto  # the default there",
-        "num_to_forward_prefetch: 1  # fsdp_forward_prefetch",
-        "# as here by default: fsdp_offload_params",
+def test_one_key_of_theirs_in_a_file_of_ours_is_a_mistake(mistakes: Callable[[str], list[str]]) -> None:
+    assert mistakes("sharding_size: auto\ncpu_offload: true\nactivation_checkpointing: true\n") == [
+        "cfg.yaml:2: cpu_offload: unknown key. Write offload_to_cpu.",
+        "cfg.yaml:3: activation_checkpointing: unknown key. Write recompute_modules.",
     ]
 
 

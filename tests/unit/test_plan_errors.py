@@ -136,6 +136,41 @@ def test_units_inside_ignored_modules() -> None:
     ]
 
 
+def test_units_inside_optional_modules() -> None:
+    text = message(PlanError, build(), ["layers.{0-1}"], ignored_modules=["layers.0"], optional_modules=["layers"])
+    assert text.splitlines() == [
+        "sub_modules_to_wrap: 'layers.0' lies inside the ignored module 'layers.0'. Remove it from one of the two lists.",
+        "sub_modules_to_wrap: 'layers.1' lies inside the optional module 'layers'. Remove it from one of the two lists.",
+    ]
+
+
+class Lists(nn.Module):
+    """Holds parameters in containers, in the model itself and in a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(2))])
+        self.part = Part()
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.ones(2))})
+
+    def forward(self) -> None:
+        """Be a module that is called."""
+
+
+def test_containers_of_parameters() -> None:
+    assert message(ConfigError, Lists(), ["scales", "part.named"]).splitlines() == [
+        f"{UNITS}'scales' selects 'scales', a ParameterList, which is never called: its parameters are used by the root, "
+        "which is always a unit. Remove the entry.",
+        "sub_modules_to_wrap[1]: 'part.named' selects 'part.named', a ParameterDict, which is never called: its "
+        "parameters are used by 'part'. Write 'part'.",
+    ]
+
+
 def test_parameters_that_cannot_be_sharded() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2, device="meta"))
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
@@ -161,6 +196,11 @@ def test_tied_parameter_with_one_end_ignored() -> None:
     model.head.weight = model.embedding.weight
     text = "parameter 'head.weight' is shared by an ignored module and the root unit. Ignore both modules or none."
     assert message(PlanError, model, [], ignored_modules=["embedding"]) == text
+    text = (
+        "parameter 'head.weight' is shared by an optional module and the root unit. List both modules in optional_modules "
+        "or none."
+    )
+    assert message(PlanError, model, [], optional_modules=["embedding"]) == text
 
 
 def test_module_that_two_units_reach() -> None:
@@ -175,6 +215,8 @@ def test_module_that_two_units_reach() -> None:
         "Add 'shared' to ignored_modules."
     )
     assert message(PlanError, TwoNames().requires_grad_(False), [], ignored_modules=["encoder"]) == text
+    text = text.replace("ignored", "optional")
+    assert message(PlanError, TwoNames().requires_grad_(False), [], optional_modules=["encoder"]) == text
 
 
 def test_module_that_contains_itself() -> None:

@@ -147,6 +147,20 @@ def test_own_error_ends_with_its_message(host: Path) -> None:
     assert done.stderr == "mindspeed_fsdp2: cfg.yaml:3: one\ncfg.yaml:5: two\n"
 
 
+def test_without_a_launcher(host: Path) -> None:
+    init = "import torch.distributed as dist; dist.init_process_group('gloo')"
+    (host / "work" / "pretrain.py").write_text(init)
+    done = run(host, "pretrain.py", "--lr", "1")
+    assert (done.returncode, done.stdout) == (2, "adaptor\n")
+    assert done.stderr == (
+        "mindspeed_fsdp2: pretrain.py joins a process group, and no launcher has told this process its place in it (Error "
+        "initializing torch.distributed using env:// rendezvous: environment variable RANK expected, but not set). Start "
+        "it with torchrun: torchrun --nproc_per_node N -m mindspeed_fsdp2.run pretrain.py …\n"
+    )
+    (host / "work" / "pretrain.py").write_text("if 'help' not in __import__('sys').argv: " + init)
+    assert run(host, "pretrain.py", "help").returncode == 0  # what needs no group needs no launcher
+
+
 def test_other_errors_keep_their_traceback(host: Path) -> None:
     (host / "work" / "pretrain.py").write_text("raise KeyError('theirs')")
     done = run(host, "pretrain.py")
