@@ -14,6 +14,7 @@ from typing import Any
 # Casting inputs and outputs: fully_shard uses this walk for its own casts, so ours reaches the same tensors
 # (dataclasses, named tuples, packed sequences).
 # Before a unit's reduction: FSDP leaves out parameters without a gradient, and no public hook opens before that.
+# Recording initialisation on the meta device: the only hook that sees every operator, whoever calls it.
 # Classes of units: fully_shard keeps the class it makes for each module class here, and has no hook for another one.
 import torch
 from torch import nn
@@ -21,9 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as state_of
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = [
+    "TorchDispatchMode",
     "TreeSpec",
     "apply_to_tensors",
     "before_reduction",

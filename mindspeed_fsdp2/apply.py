@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from ._torch_private import prepare_unit_class
 from .backward import Backward
@@ -28,6 +27,7 @@ from .guards import (
     refuse_deepcopy,
     watch_optimizers,
 )
+from .materialize_fill import Deferred
 from .mesh import replicate_group
 from .misuse import guard_misuse
 from .param_attrs import kept_param_attrs
@@ -37,7 +37,7 @@ from .prefetch import PrefetchRecorder
 from .recompute import apply_recompute
 from .recovery import Recovery
 from .rng import RandomState
-from .start_values import equalise_shards, equalise_whole
+from .start_values import equalise_shards, equalise_whole, store_in
 from .step_state import StepState
 from .unit_grads import UnitGradients
 from .unit_order import UnitOrderCheck
@@ -85,6 +85,8 @@ def apply_plan(
     mesh: DeviceMesh,
     group: dist.ProcessGroup | None,
     random_states: Sequence[RandomState],
+    deferred: Deferred | None = None,
+    same_start: bool = False,
 ) -> Sharded:
     """Shard ``model`` as ``plan`` says (**in place**, **collective** over ``group``).
 
@@ -94,6 +96,8 @@ def apply_plan(
         mesh: Shape ``(shards,)`` or ``(replicas, shards)``.
         group: The data-parallel group the mesh covers.
         random_states: Restored around recomputation.
+        deferred: What is on the meta device.
+        same_start: Whether all ranks take the first rank's values of it.
 
     Returns:
         The handle that :func:`sharded` finds again.
@@ -109,13 +113,19 @@ def apply_plan(
     apply_recompute([(fqn, modules[fqn]) for fqn in plan.recompute], config.use_reentrant, random_states)
     ignored = [modules[fqn] for fqn in plan.ignored]
     device = current_device(mesh.device_type)
+    if deferred is not None:
+        deferred.allocate_whole(ignored, device)
     for module in ignored:
         module.to(device)
-    equalise_whole(root, ignored, device, group)
     stays = {p for module in ignored for p in module.parameters()}
     with kept_param_attrs(root):
         mark_replaced({name: param for name, param in root.named_parameters() if param not in stays})
         _shard_units(plan, modules, mesh, stays)
+        if deferred is not None:
+            deferred.allocate_shards(plan.units, modules, device)
+    if deferred is not None:
+        deferred.complete(device, group, same_start, random_states)
+    equalise_whole(root, ignored, device, group)
     if (replicas := replicate_group(mesh)) is not None:
         equalise_shards(root, replicas)
     _apply_casts(plan, modules, ignored)
@@ -184,23 +194,12 @@ def _shard_units(
             "ignored_params": ignored_params,
         }
         if unit.stored_dtype is not None:
-            _store_in(unit.stored_dtype, members, ignored_params)
+            store_in(unit.stored_dtype, members, ignored_params)
         if unit.fqns != ("",):  # left to torch, the root stays gathered from its forward to its backward
             options["reshard_after_forward"] = unit.reshard
         for member in members:
             prepare_unit_class(type(member))
         fully_shard(members if len(members) > 1 else members[0], **options)
-
-
-def _store_in(dtype: torch.dtype, members: Sequence[nn.Module], ignored_params: set[nn.Parameter]) -> None:
-    """Bring the trainable parameters that the next ``fully_shard`` takes to ``dtype`` (**in place**).
-
-    Right before it, unit by unit, so that never more than one unit exists in both precisions.
-    """
-    for module in members:
-        for param in module.parameters():
-            if param.requires_grad and not isinstance(param, DTensor) and param not in ignored_params:
-                param.data = param.data.to(dtype)
 
 
 def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequence[nn.Module]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from .device import current_device
 
@@ -41,6 +41,31 @@ def equalise_shards(root: nn.Module, replicas: dist.ProcessGroup) -> None:
         if isinstance(param, DTensor):
             local = param.to_local().detach()
             _broadcast(local, local.device, replicas)
+
+
+def store_in(dtype: torch.dtype, members: Sequence[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Bring the trainable parameters that the next ``fully_shard`` takes to ``dtype`` (**in place**).
+
+    Right before it, unit by unit, so that never more than one unit exists in both precisions.
+    """
+    for module in members:
+        for param in module.parameters():
+            if param.requires_grad and not isinstance(param, DTensor) and param not in ignored:
+                param.data = param.data.to(dtype)
+
+
+def keep_own_part(target: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of ``whole`` into ``target`` (**in place**)."""
+    with torch.no_grad():
+        if not isinstance(target, DTensor):
+            target.detach().copy_(whole)
+            return
+        for axis, placement in enumerate(target.placements):
+            if isinstance(placement, Shard):
+                pieces = whole.chunk(target.device_mesh.size(axis), placement.dim)
+                rank = target.device_mesh.get_local_rank(axis)
+                whole = pieces[rank] if rank < len(pieces) else whole.narrow(placement.dim, 0, 0)
+        target.to_local().detach().copy_(whole)
 
 
 def _broadcast(tensor: torch.Tensor, device: torch.device, group: dist.ProcessGroup | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from ..agreement import exchange
 from ..apply import Sharded
@@ -28,12 +29,17 @@ class Coordination:
         ranks: Their number.
     """
 
-    def __init__(self, handle: Sharded) -> None:
-        """Connect (**collective** over the data-parallel ranks)."""
-        self.rank = dist.get_rank(handle.group)
-        self.ranks = dist.get_world_size(handle.group)
-        self._root = handle.module
-        members = dist.get_process_group_ranks(handle.group) if handle.group is not None else None
+    def __init__(self, root: nn.Module, group: dist.ProcessGroup | None) -> None:
+        """Connect (**collective** over ``group``).
+
+        Args:
+            root: The model that keeps the connections.
+            group: The ranks that save; None for all.
+        """
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
+        self._root = root
+        members = dist.get_process_group_ranks(group) if group is not None else None
         # Only the members take part: other data-parallel groups make their own.
         everyone = members if members is not None else list(range(self.ranks))
         self._group: Any = dist.new_group(everyone, backend="gloo", use_local_synchronization=True)
@@ -136,8 +142,13 @@ class Coordination:
 
 def coordination(handle: Sharded) -> Coordination:
     """Return the coordination of a wrapped model, made on first use (**collective** then)."""
-    found = vars(handle.module).get(_HANDLE)
+    return coordination_of(handle.module, handle.group)
+
+
+def coordination_of(root: nn.Module, group: dist.ProcessGroup | None) -> Coordination:
+    """Return the coordination of the model ``root`` over ``group``, made on first use (**collective** then)."""
+    found = vars(root).get(_HANDLE)
     if not isinstance(found, Coordination):
-        found = Coordination(handle)
-        vars(handle.module)[_HANDLE] = found
+        found = Coordination(root, group)
+        vars(root)[_HANDLE] = found
     return found

@@ -103,7 +103,7 @@ def names_in(directory: Path) -> list[str]:
 
 def read_manifest(folder: Path) -> CheckpointInfo | None:
     """Return what ``folder`` says about itself, or None if it is not a checkpoint of this package."""
-    content = _read_json(folder / MANIFEST)
+    content = read_json(folder / MANIFEST)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return None
     if content.get("version") != VERSION:
@@ -170,13 +170,14 @@ def read_state(info: CheckpointInfo) -> dict[str, Any]:
     Raises:
         CheckpointError: It cannot be read.
     """
-    content = _read_json(info.path / STATE)
+    content = read_json(info.path / STATE)
     if not isinstance(content, dict):
         raise CheckpointError(f"{info.path / STATE}: it cannot be read. Load another checkpoint.")
     return content
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Return the JSON in the file, None if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -23,20 +23,25 @@ logger = logging.getLogger("mindspeed_fsdp2")
 _WRITER = "writer.json"
 
 
-def begin(directory: Path, step: int) -> Path:
-    """Return a new, hidden folder to write the checkpoint of ``step`` into; removes what dead saves have left.
+def folder_name(step: int) -> str:
+    """Return what the checkpoint of ``step`` is called."""
+    return f"step-{step:08d}"
+
+
+def begin(directory: Path, name: str) -> Path:
+    """Return a new, hidden folder to write the checkpoint ``name`` into; removes what dead saves have left.
 
     Raises:
         OSError: The directory cannot be made or written.
     """
     if not directory.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
-        _sync_folder(directory.parent)
+        sync_folder(directory.parent)
     clean(directory)
-    folder = directory / f"{SAVING}step-{step:08d}-{secrets.token_hex(4)}"
+    folder = directory / f"{SAVING}{name}-{secrets.token_hex(4)}"
     folder.mkdir()
     writer = {"host": socket.gethostname(), "pid": os.getpid(), "started": _start_of(os.getpid())}
-    _write_json(folder / _WRITER, writer)
+    write_json(folder / _WRITER, writer)
     return folder
 
 
@@ -54,28 +59,15 @@ def publish(folder: Path, directory: Path, step: int, ranks: int, state: Mapping
     Raises:
         OSError: It cannot be written or renamed. Nothing is published then.
     """
-    _write_json(folder / STATE, state)
-    (folder / _WRITER).unlink()
+    write_json(folder / STATE, state)
     sync_files(folder / name for name in (STATE, ".metadata"))
     before = published(directory)
-    _write_json(
-        folder / MANIFEST,
-        {
-            "format": FORMAT,
-            "version": VERSION,
-            "step": step,
-            "serial": 1 + max((info.serial for info in before), default=0),
-            "ranks": ranks,
-            "torch": torch.__version__,
-            "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-        },
-    )
-    sync_files([folder / MANIFEST])
-    _sync_folder(folder)
+    serial = 1 + max((info.serial for info in before), default=0)
+    seal(folder, {"format": FORMAT, "version": VERSION, "step": step, "serial": serial, "ranks": ranks})
     target = _free_name(directory, step)
     folder.rename(target)
     try:
-        _sync_folder(directory)
+        sync_folder(directory)
     except OSError as error:  # it is published all the same
         logger.warning("%s: it may not survive a power failure: %s", target, error)
     old = [info.path for info in before if info.step == step]
@@ -83,8 +75,21 @@ def publish(folder: Path, directory: Path, step: int, ranks: int, state: Mapping
         others = [info.path for info in before if info.step != step]
         old += others[: max(0, len(others) + 1 - keep)]
     for path in old:
-        _remove(path)
+        remove(path)
     return target
+
+
+def seal(folder: Path, about: Mapping[str, Any]) -> None:
+    """Write the manifest of ``folder``, whose files are on the disk: what it is, and each file with its size.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    (folder / _WRITER).unlink()
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    write_json(folder / MANIFEST, {**about, "torch": torch.__version__, "files": files})
+    sync_files([folder / MANIFEST])
+    sync_folder(folder)
 
 
 def discard(folder: Path) -> None:
@@ -128,15 +133,16 @@ def _start_of(pid: int) -> str:
 
 def _free_name(directory: Path, step: int) -> Path:
     """Return a name that nothing bears: an older checkpoint of the same step stays until the new one is there."""
-    name = directory / f"step-{step:08d}"
+    name = directory / folder_name(step)
     number = 1
     while name.exists():
         number += 1
-        name = directory / f"step-{step:08d}-{number}"
+        name = directory / f"{folder_name(step)}-{number}"
     return name
 
 
-def _remove(folder: Path) -> None:
+def remove(folder: Path) -> None:
+    """Remove a published checkpoint, as far as that is possible."""
     # Renamed first, so that what an interruption leaves is never taken for a checkpoint.
     hidden = folder.with_name(f"{REMOVING}{folder.name}-{secrets.token_hex(4)}")
     try:
@@ -146,11 +152,13 @@ def _remove(folder: Path) -> None:
         logger.warning("%s: it cannot be removed: %s", folder, error)
 
 
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``content`` as JSON."""
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in ``folder`` are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,22 +9,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..apply import Sharded, sharded
-from ..errors import CheckpointError, FSDP2Error
+from ..errors import CheckpointError
 from .coordination import Coordination, coordination
-from .progress import Progress
-from .publish import begin, discard, publish
+from .publish import begin, folder_name, publish
 from .snapshot import Request, Snapshot, take_snapshot
-from .store import Written, write_index, write_pieces
+from .write import Destination, write_snapshot
 
 logger = logging.getLogger("mindspeed_fsdp2")
-
-T = TypeVar("T")
 
 _PENDING = "_mindspeed_fsdp2_save"
 
@@ -189,44 +186,10 @@ def _raise(error: BaseException | None) -> None:
 
 def _write(snapshot: Snapshot, directory: Path, request: Request, ranks: Coordination) -> Path:
     """Write and publish (**collective**); what both kinds of save share."""
-    what = f"save of step {request.step}"
-    progress = Progress(what, sum(piece.tensor.nbytes for piece in snapshot.pieces), ranks.rank == 0)
-    folder = ranks.from_first(lambda: _explained(directory, lambda: begin(directory, request.step)), what)
-    try:
-        mine = ranks.agree(lambda: _explained(folder, lambda: _write_share(snapshot, folder, ranks, progress)), what)
-        written = ranks.gather(mine, what)
-        finish = functools.partial(_finish, written, snapshot, folder, directory, request)
-        path = ranks.from_first(lambda: _explained(folder, finish), what)
-    except CheckpointError:
-        if ranks.rank == 0:
-            discard(folder)
-        raise
-    progress.finish()
-    return path
-
-
-def _write_share(snapshot: Snapshot, folder: Path, ranks: Coordination, progress: Progress) -> Written:
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder.parent}: this rank does not see the folder that rank 0 made in it. Save to storage that all "
-            "nodes share."
-        )
-    return write_pieces(snapshot.pieces, folder, ranks.rank, ranks.ranks, progress)
-
-
-def _finish(written: list[Written], snapshot: Snapshot, folder: Path, directory: Path, request: Request) -> Path:
-    write_index(written, snapshot.aliases, folder)
-    return publish(folder, directory, request.step, len(written), snapshot.document, request.keep)
-
-
-def _explained(place: Path, act: Callable[[], T]) -> T:
-    try:
-        return act()
-    except FSDP2Error:
-        raise
-    except (OSError, RuntimeError) as error:  # the second is how PyTorch's archive writer reports a full disk
-        reason = str(error).splitlines()[0] if isinstance(error, RuntimeError) else error.strerror or str(error)
-        raise CheckpointError(
-            f"{place}: it cannot be written: {reason}. Nothing is published and earlier checkpoints are untouched. "
-            "Make room or allow writing there, or pass another directory."
-        ) from error
+    destination = Destination(
+        f"save of step {request.step}",
+        directory,
+        functools.partial(begin, directory, folder_name(request.step)),
+        lambda folder, writers: publish(folder, directory, request.step, writers, snapshot.document, request.keep),
+    )
+    return write_snapshot(snapshot, destination, ranks)

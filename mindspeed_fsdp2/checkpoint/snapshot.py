@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..apply import Sharded
 from ..errors import CheckpointError
@@ -53,7 +55,18 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class _Collected:
+class Collected:
+    """What one rank would save, before the ranks have compared it.
+
+    Attributes:
+        model: The model's state.
+        pieces: Pieces of all tensors that the ranks share.
+        own: Pieces that this rank alone has.
+        document: See :class:`Snapshot`.
+        facts: Name -> digest of everything that must be equal on all ranks.
+        watched: Key -> digest of whole tensors of the model that may differ.
+    """
+
     model: ModelState
     pieces: list[Piece]
     own: list[Piece]
@@ -69,7 +82,16 @@ def take_snapshot(handle: Sharded, request: Request, ranks: Coordination) -> Sna
         CheckpointError: An argument is wrong, something cannot be saved, or the ranks differ. Every rank raises it.
     """
     _check_own_directory(handle, request.directory)
-    found = ranks.agree(lambda: _collect(handle, request, ranks.rank, ranks.ranks), "save_checkpoint")
+    return settle(lambda: _collect(handle, request, ranks.rank, ranks.ranks), ranks)
+
+
+def settle(collect: Callable[[], Collected], ranks: Coordination) -> Snapshot:
+    """Collect on every rank, compare, and return what this rank writes (**collective**).
+
+    Raises:
+        CheckpointError: ``collect`` raised it, or the ranks differ. Every rank raises it.
+    """
+    found = ranks.agree(collect, "save_checkpoint")
     everyone = ranks.gather_all((found.facts, found.watched), "save_checkpoint")
     _check_equal([facts for facts, _ in everyone])  # on the same values everywhere, so all ranks raise or none
     differing = {key for key in found.watched if len({watched[key] for _, watched in everyone}) > 1}
@@ -116,14 +138,11 @@ def _check_own_directory(handle: Sharded, directory: str | os.PathLike[str]) -> 
             )
 
 
-def _collect(handle: Sharded, request: Request, rank: int, ranks: int) -> _Collected:
+def _collect(handle: Sharded, request: Request, rank: int, ranks: int) -> Collected:
     _check_arguments(request)
-    model = model_state(handle.module)
-    pieces = [piece_of((model_part.SECTION, key), tensor, rank, ranks) for key, tensor in model.tensors.items()]
     loose: dict[tuple[str, ...], torch.Tensor] = {}
-    document: dict[str, Json] = {"ties": model.ties, "model_extra": {}, "optimizer": None, "scheduler": None}
-    for key, value in model.extra.items():
-        document["model_extra"][key] = _packed((model_part.SECTION, key), value, loose)
+    model, pieces, document = collect_model(handle.module, rank, ranks, loose)
+    document |= {"optimizer": None, "scheduler": None}
     if request.optimizer is not None:
         state = optimizer_state(request.optimizer, parameter_names(handle.module), rank, ranks)
         document["optimizer"] = state.document
@@ -135,17 +154,48 @@ def _collect(handle: Sharded, request: Request, rank: int, ranks: int) -> _Colle
             "state": _packed(("scheduler",), request.scheduler.state_dict(), loose),
         }
     document["extra"] = _packed(("extra",), request.extra, loose)
-    layout = [[piece.key, list(piece.size), dtype_name(piece.tensor.dtype)] for piece in pieces]
-    facts = {name: digest(value) for name, value in document.items()}
-    facts |= {".".join(path): fingerprint(tensor) for path, tensor in loose.items()}
-    facts |= {"model": digest([layout, model.ties]), "step": str(request.step)}
-    facts |= {"directory": os.fspath(request.directory), "keep": str(request.keep)}
     pieces += [piece_of(path, tensor, rank, ranks) for path, tensor in loose.items()]
+    facts = {".".join(path): fingerprint(tensor) for path, tensor in loose.items()}
+    facts |= {"step": str(request.step), "directory": os.fspath(request.directory), "keep": str(request.keep)}
     random = rank_part.collect_rank_state(handle.mesh.device_type, request.rank_extra)
     own = [piece_of(rank_part.rank_path(rank), random, 0, 1)]
+    return conclude(model, pieces, own, document, facts)
+
+
+def collect_model(
+    root: nn.Module, rank: int, ranks: int, loose: dict[tuple[str, ...], torch.Tensor]
+) -> tuple[ModelState, list[Piece], dict[str, Json]]:
+    """Return the model's state, this rank's pieces of it, and its part of the document.
+
+    Args:
+        root: The root unit's module.
+        rank: This rank among those that save.
+        ranks: Their number.
+        loose: Tensors inside of extra state are added to it (**in place**).
+
+    Raises:
+        CheckpointError: Extra state of a kind that cannot be saved.
+    """
+    model = model_state(root)
+    pieces = [piece_of((model_part.SECTION, key), tensor, rank, ranks) for key, tensor in model.tensors.items()]
+    extra = {key: _packed((model_part.SECTION, key), value, loose) for key, value in model.extra.items()}
+    return model, pieces, {"ties": model.ties, "model_extra": extra}
+
+
+def conclude(
+    model: ModelState, pieces: list[Piece], own: list[Piece], document: dict[str, Json], facts: dict[str, str]
+) -> Collected:
+    """Return what was collected, with the digests that the ranks compare.
+
+    Raises:
+        CheckpointError: Two tensors would be saved under one name.
+    """
+    layout = [[piece.key, list(piece.size), dtype_name(piece.tensor.dtype)] for piece in pieces]
+    facts = {name: digest(value) for name, value in document.items()} | facts
+    facts["model"] = digest([layout, model.ties])
     check_names([*pieces, *own])
     watched = {key: fingerprint(model.tensors[key]) for key in model.watched}
-    return _Collected(model, pieces, own, document, facts, watched)
+    return Collected(model, pieces, own, document, facts, watched)
 
 
 def _packed(path: tuple[str, ...], value: object, loose: dict[tuple[str, ...], torch.Tensor]) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .settings import FSDP2Config, Override, Source, check_supported, load_config
+from .notices import check_supported
+from .settings import FSDP2Config, Override, Source, load_config
 
 __all__ = ["FSDP2Config", "Override", "Source", "check_supported", "load_config"]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError, model_validator
 
 from ..errors import ConfigError
 from .foreign import recognise
+from .hf_source import HFSource
 from .lists import check_argument_names, check_overrides, check_paths, check_some_paths, check_units
+from .notices import notices_of
+from .policy import check_class_names, check_min_num_params, check_policy, policy_problems
 from .problems import problems_of, problems_of_keys, take_out_empty
 from .source import Origin, Problem, read_yaml, report, write_yaml
 from .values import at_least, check_bool, check_dtype, check_reshard, check_sharding_size, describe, one_of, or_none
@@ -83,6 +86,10 @@ class FSDP2Config(BaseModel):
         optional_modules: Modules that some ranks may skip in a step; they are kept whole like ignored ones.
         check_unit_order: Whether the ranks compare which unit each is about to run: in every forward, in none, or, if
             absent, in the first 20.
+        auto_wrap_policy: Rule that chooses the units instead of ``sub_modules_to_wrap``; ``None`` means none.
+        transformer_layer_cls_to_wrap: Names of the classes whose modules TRANSFORMER_BASED_WRAP makes units; ``None``
+            takes those the model gives in ``_no_split_modules``.
+        min_num_params: SIZE_BASED_WRAP makes every module with more parameters than this a unit.
     """
 
     model_config = _STRICT
@@ -119,7 +126,13 @@ class FSDP2Config(BaseModel):
     ] = "every_microbatch"
     optional_modules: _Paths = ()
     check_unit_order: Annotated[bool | None, BeforeValidator(or_none(check_bool))] = None
+    auto_wrap_policy: Annotated[
+        Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] | None, BeforeValidator(or_none(check_policy))
+    ] = None
+    transformer_layer_cls_to_wrap: Annotated[tuple[str, ...] | None, BeforeValidator(or_none(check_class_names))] = None
+    min_num_params: Annotated[int | None, BeforeValidator(or_none(check_min_num_params))] = None
     _origin: Origin = PrivateAttr(default_factory=Origin)
+    _notes: tuple[str, ...] = PrivateAttr(default=())
 
     if not TYPE_CHECKING:  # type checkers see the keyword arguments that pydantic derives from the fields
 
@@ -129,10 +142,13 @@ class FSDP2Config(BaseModel):
             Raises:
                 ConfigError: Lists every mistake, a line each.
             """
+            problems = policy_problems(settings)
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                raise report(_problems(error), Origin()) from None
+                problems += _problems(error)
+            if problems:
+                raise report(problems, Origin())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FSDP2Config) and self.model_dump() == other.model_dump()
@@ -152,12 +168,35 @@ class FSDP2Config(BaseModel):
     def to_yaml(self) -> str:
         """Return all settings as YAML that loads to an equal configuration; defaults are marked by a comment."""
         settings = self.model_dump(mode="json", exclude_none=True)
-        return write_yaml(settings, settings.keys() - self.model_fields_set)
+        return write_yaml(settings, dict.fromkeys(settings.keys() - self.model_fields_set, "default"))
+
+    @classmethod
+    def from_hf(
+        cls, source: HFSource, *, model: object | None = None, mixed_precision: str | None = None, strict: bool = False
+    ) -> FSDP2Config:
+        """Return a configuration of Transformers or Accelerate in the keys of this class, with notes in ``notices``.
+
+        Args:
+            source: Path of a JSON or YAML file, or a mapping: an Accelerate configuration, the Trainer's arguments
+                with ``fsdp`` and ``fsdp_config``, or ``fsdp_config`` by itself.
+            model: The model, for what cannot be told without it.
+            mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"`` where the source does not say.
+            strict: Whether a note is an error too.
+
+        Raises:
+            ConfigError: Something cannot be carried over, or is a mistake; lists everything.
+        """
+        from .hf_convert import convert_hf  # it needs this class
+
+        conversion = convert_hf(source, model, mixed_precision, strict=strict)
+        config = load_config(conversion.settings)
+        config._notes = conversion.notes
+        return config
 
     @property
     def notices(self) -> tuple[str, ...]:
         """What a user should be told although nothing is wrong: settings without an effect. One line each."""
-        return tuple(f"{self.where(key)}: {text}" for key, text in _notices(self))
+        return (*self._notes, *(f"{self.where(key)}: {text}" for key, text in notices_of(self)))
 
 
 def load_config(source: Source) -> FSDP2Config:
@@ -178,7 +217,7 @@ def load_config(source: Source) -> FSDP2Config:
         data, origin, problems = read_yaml(os.fspath(source))
     else:
         raise ConfigError(f"{describe(source)} is no configuration. Pass the path of a YAML file or a mapping.")
-    foreign = recognise(data, list(FSDP2Config.model_fields))
+    foreign = recognise(data, list(FSDP2Config.model_fields), origin.name)
     if foreign:
         raise report([Problem((foreign.key,), foreign.message)], origin)
     if origin.name is not None:
@@ -188,49 +227,11 @@ def load_config(source: Source) -> FSDP2Config:
         BaseModel.__init__(config, **data)  # not our own __init__: the lines are known here only
     except ValidationError as error:
         problems += _problems(error)
+    problems += policy_problems(data)
     if problems:
         raise report(problems, origin)
     config._origin = origin
     return config
-
-
-def check_supported(config: FSDP2Config) -> None:
-    """Check that nothing valid is asked for that is not built yet.
-
-    Raises:
-        ConfigError: Names every such key, a line each.
-    """
-    problems = []
-    if config.expert_parallel_size != 1:
-        text = f"{config.expert_parallel_size} is not supported yet. Write 1 or remove the key."
-        problems.append(Problem(("expert_parallel_size",), text))
-    if problems:
-        raise report(problems, config._origin)
-
-
-def _notices(config: FSDP2Config) -> Iterable[tuple[str, str]]:
-    written = config.model_fields_set
-    if config.sharding_size == 1:
-        state = "1" if "sharding_size" in written else "absent, so it is 1"
-        yield (
-            "sharding_size",
-            f"{state}: nothing is sharded, every rank keeps the whole model as in plain data parallel. "
-            "Write auto to shard over the whole data-parallel group.",
-        )
-    offloads = config.offload_to_cpu or any(override.offload_to_cpu for override in config.overrides)
-    if "pin_memory" in written and not offloads:
-        yield "pin_memory", "has no effect without offload_to_cpu: true. Remove the key."
-    if not config.use_reentrant and not config.recompute_modules:
-        yield "use_reentrant", "has no effect without recompute_modules. Remove the key."
-    unused = {
-        "align_fsdp_param_groups": config.align_fsdp_param_groups,
-        "reshard_local_experts": not config.reshard_local_experts,
-        "moe_modules": bool(config.moe_modules),
-    }
-    keys = [key for key, given in unused.items() if given]
-    if keys and config.expert_parallel_size == 1:
-        also = f" (so are {', '.join(keys[1:])})" if keys[1:] else ""
-        yield keys[0], f"accepted but not applied{also}: units are grouped as sub_modules_to_wrap says."
 
 
 def _problems(error: ValidationError) -> list[Problem]:

@@ -79,7 +79,7 @@ def read_yaml(path: str) -> tuple[dict[str, object], Origin, list[Problem]]:
     Raises:
         ConfigError: There is no text in ``path`` that reads as one YAML mapping.
     """
-    text = _read_text(path)
+    text = read_text(path)
     try:
         loader = yaml.SafeLoader(text)
         reader = _NodeReader(loader)
@@ -108,13 +108,13 @@ def _only_mapping(path: str, loader: yaml.SafeLoader) -> yaml.MappingNode:
     return node
 
 
-def write_yaml(settings: Mapping[str, object], defaults: Collection[str]) -> str:
-    """Return ``settings`` as YAML text, the keys in ``defaults`` marked as such."""
+def write_yaml(settings: Mapping[str, object], comments: Mapping[str, str]) -> str:
+    """Return ``settings`` as YAML text, with ``comments`` behind the keys they are for."""
     text = ""
     for key, value in settings.items():
         dumped = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
         first, _, rest = dumped.partition("\n")
-        text += f"{first}{'  # default' if key in defaults else ''}\n{rest}"
+        text += f"{first}{f'  # {comments[key]}' if key in comments else ''}\n{rest}"
     return text
 
 
@@ -125,7 +125,12 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
 
-def _read_text(path: str) -> str:
+def read_text(path: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+        ConfigError: It cannot be read, or is not UTF-8.
+    """
     if not path:
         raise ConfigError("the path of the YAML file is empty. Write the name of a file.")
     if "\n" in path:

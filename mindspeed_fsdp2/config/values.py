@@ -15,6 +15,18 @@ _DTYPES = {
     "float16": "fp16",
     "float32": "fp32",
 }
+_OTHER_DTYPES = {  # what else people call them; the widest there is stands for what is wider
+    "half": "fp16",
+    "f16": "fp16",
+    "float": "fp32",
+    "single": "fp32",
+    "f32": "fp32",
+    "tf32": "fp32",
+    "double": "fp32",
+    "fp64": "fp32",
+    "f64": "fp32",
+    "float64": "fp32",
+}
 _BOOLEANS = {"true": "true", "yes": "true", "on": "true", "false": "false", "no": "false", "off": "false"}
 _LONGEST = 80
 T = TypeVar("T")
@@ -88,7 +100,7 @@ def check_dtype(value: object) -> str | None:
     if isinstance(value, str) and value in _DTYPES:
         return _DTYPES[value]
     name = str(value).strip().lower().removeprefix("torch.")
-    meant = _DTYPES.get(name) or next(iter(nearest(name, _DTYPES)), None)
+    meant = _DTYPES.get(name) or _OTHER_DTYPES.get(name) or next(iter(nearest(name, _DTYPES)), None)
     allowed = (
         f"Write {meant}." if meant else "Write bf16, fp16 or fp32, or remove the key to leave the dtype unchanged."
     )

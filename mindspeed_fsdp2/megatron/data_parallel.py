@@ -18,10 +18,14 @@ from torch.distributed.tensor import DTensor
 from ..accumulation import accumulate
 from ..apply import Sharded
 from ..config import load_config
-from ..errors import CheckpointError, ConflictError
+from ..errors import ConflictError
 from ..plan import below_wrappers
 from ..wrap import Host, shard_model
+from .meta_build import end_recording
 from .model_facts import default_units, effective_config, tied_modules, tracker_states
+from .saving.contract import check_contract
+from .saving.dist_check import prepare_torch_dist
+from .saving.model_values import load_values
 from .startup import CHECKED, megatron_device_type
 
 logger = logging.getLogger("mindspeed_fsdp2")
@@ -61,6 +65,7 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
                 "--use-torch-fsdp2: the arguments were never checked (--yaml-cfg, or arguments made by hand). "
                 "Give the flags on the command line."
             )
+        end_recording(module)
         self.ddp_config = ddp_config
         if process_group is None:
             process_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -68,10 +73,13 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
         self.sharded: Sharded | None = None
         self._grads_checked = False
         self._masters = bool(args.bf16)
+        self.refused_load: tuple[Any, Exception] | None = None  # the values and why; load_checkpoint swallows errors
         own = getattr(below_wrappers(module), "fully_shard", None)
         kind = type(below_wrappers(module)).__name__  # sharding changes the class
         if callable(own) and own(process_group=process_group, fsdp2_config_path=args.fsdp2_config_path):
             print_rank_0(f"FSDP2: {kind} sharded itself through its own fully_shard().")
+            check_contract(below_wrappers(module), args)
+            prepare_torch_dist(below_wrappers(module), args)
             return
         for param in module.parameters():
             # Megatron 0.19 reads this mark where TP and FSDP2 shard the same dimension of a checkpoint.
@@ -94,6 +102,8 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
                 f"--loss-scale {args.loss_scale:g}: Megatron unscales all gradients in one call, which cannot mix "
                 "sharded and whole ones, and ignored_modules holds trainable parameters. Remove it, or freeze them."
             )
+        check_contract(self.sharded.module, args)
+        prepare_torch_dist(below_wrappers(module), args)
         self.device_mesh = self.sharded.mesh
         # Without it Megatron's schedules take a null context, and every micro-batch reduces as if it were the last.
         config.no_sync_func = self.no_sync
@@ -149,15 +159,24 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
                     del param.main_grad  # the optimizer takes any main_grad of a bf16 parameter for a tensor
 
     def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:
-        """Refuse: loading into sharded parameters is not built yet, and the stock method does nothing in silence.
+        """Load whole or sharded values (**in place**); Megatron's own method does nothing.
+
+        Args:
+            state_dict: Key of the unwrapped model -> value, the same on every rank.
+            strict: Whether the keys must be those of the model, extra state apart.
 
         Raises:
-            CheckpointError: Always.
+            CheckpointError: Keys or shapes do not fit, all of them listed.
         """
-        raise CheckpointError(
-            "load_state_dict: loading a checkpoint into an FSDP2 model is not supported yet. Load the weights before "
-            "the model is wrapped."
-        )
+        if self.refused_load is not None and self.refused_load[0] is state_dict:
+            # load_checkpoint tries a second time without strict, and would train on what is left out.
+            raise self.refused_load[1]
+        try:
+            load_values(below_wrappers(self.module), state_dict, strict, dist.get_rank(self.process_group) == 0)
+        except Exception as error:
+            self.refused_load = (state_dict, error)
+            raise
+        self.refused_load = None
 
     def _grads(self) -> Iterator[torch.Tensor]:
         for param in self.module.parameters():

@@ -10,9 +10,12 @@ from typing import Any
 from ..errors import PatchError
 from .arguments import add_arguments
 from .cpu import skip_if_compiled
+from .meta_build import META
 from .norms import wrap_clip, wrap_count_zeros, wrap_data_parallel_group, wrap_grad_norm, wrap_params_norm
 from .patcher import Installation, Patch, accepts
 from .patcher import install as install_patches
+from .saving.dist_patches import TORCH_DIST
+from .saving.rows import SAVING
 from .startup import Startup, wrap_excepthook, wrap_initialize_distributed, wrap_load_yaml
 
 
@@ -152,6 +155,9 @@ PATCHES: tuple[Patch, ...] = (
         why="--log-params-norm measures this rank's shards only (0.19), or raises on a 2-D mesh.",
         remove_when="calc_params_l2_norm sums DTensor shards.",
     ),
+    *META,
+    *SAVING,
+    *TORCH_DIST,
     Patch(
         name="excepthook",
         targets=("sys:excepthook",),

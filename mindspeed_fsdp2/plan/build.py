@@ -11,7 +11,7 @@ from torch import nn
 from ..config import FSDP2Config, check_supported
 from ..errors import ConfigError
 from ..policies import to_dtype
-from .checks import check_parameters, layout_of, some
+from .checks import check_modules, check_parameters, check_wrappers, layout_of, some
 from .index import ModelIndex, build_index
 from .ownership import Ownership, assign_parameters, order_units, units_below
 from .plan import FSDP2Plan, Unit
@@ -55,6 +55,7 @@ def build_plan(
     except ConfigError as error:
         problems.extend(str(error).splitlines())
     size = None if data_parallel_size is None else shard_size(config, data_parallel_size, whole_world, problems)
+    check_wrappers(model)
     index = build_index(model)
     selector = Selector(config, index, problems)
     ignored = selector.ignored()
@@ -64,7 +65,7 @@ def build_plan(
     overrides = selector.overrides()
     if problems:  # what follows reads the selections
         raise ConfigError("\n".join(_in_file_order(problems)))
-    groups, owned, tie_notices = _owned(groups, ignored, index, config, host_ties)
+    groups, owned, tie_notices = _owned(groups, ignored, selector.optional, index, config, host_ties)
     settings = selector.settings(groups, overrides)
     if problems:
         raise ConfigError("\n".join(_in_file_order(problems)))
@@ -99,19 +100,21 @@ def build_plan(
 def _owned(
     groups: list[tuple[str, ...]],
     ignored: Sequence[str],
+    optional: Sequence[str],
     index: ModelIndex,
     config: FSDP2Config,
     host_ties: Callable[[nn.Module], Sequence[Tie]] | None,
 ) -> tuple[list[tuple[str, ...]], Ownership, list[str]]:
     """Return the units with tied weights brought together, who owns what, and a notice for each tie."""
-    where = config.where("sub_modules_to_wrap")
-    owned = assign_parameters(order_units(groups, ignored, index, where), ignored, index)
+    check_modules(index, ignored)
+    where = config.where("sub_modules_to_wrap" if config.auto_wrap_policy is None else "auto_wrap_policy")
+    owned = assign_parameters(order_units(groups, ignored, index, where, optional), ignored, index)
     notices: list[str] = []
     if owned.shared or host_ties is not None:
         ties = [*find_ties(index), *(host_ties(index.root) if host_ties is not None else ())]
         groups, notices = merge_ties(groups, ties, ignored)
         if notices:
-            owned = assign_parameters(order_units(groups, ignored, index, where), ignored, index)
+            owned = assign_parameters(order_units(groups, ignored, index, where, optional), ignored, index)
     return groups, owned, notices
 
 

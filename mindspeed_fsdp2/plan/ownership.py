@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -42,9 +42,20 @@ class Ownership:
 
 
 def order_units(
-    groups: Sequence[tuple[str, ...]], ignored: Sequence[str], index: ModelIndex, where: str
+    groups: Sequence[tuple[str, ...]],
+    ignored: Sequence[str],
+    index: ModelIndex,
+    where: str,
+    optional: Collection[str] = (),
 ) -> list[tuple[str, ...]]:
     """Return the units in the reverse of registration order as far as nesting allows; the root last.
+
+    Args:
+        groups: The units, the root left out.
+        ignored: Modules that stay whole.
+        index: The model.
+        where: Place of the list of units, for messages.
+        optional: Those of ``ignored`` that ``optional_modules`` lists.
 
     Raises:
         PlanError: A unit lies inside an ignored module, or two units of several modules enclose each other.
@@ -58,7 +69,8 @@ def order_units(
     around = _enclosing(unit_of, index)
     skip = set(ignored)
     problems = [
-        f"{where}: {fqn!r} lies inside the ignored module {outer!r}. Remove it from one of the two lists."
+        f"{where}: {fqn!r} lies inside the {'optional' if outer in optional else 'ignored'} module {outer!r}. Remove "
+        "it from one of the two lists."
         for fqn in unit_of
         for outer in [next((a for a in (fqn, *around[fqn]) if a in skip), None)]
         if outer is not None

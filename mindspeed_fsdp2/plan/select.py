@@ -13,6 +13,7 @@ from ..config import FSDP2Config, Override
 from ..errors import ModulePathError
 from ..policies import to_dtype
 from .index import ModelIndex
+from .wrap_policy import is_container, no_split_classes, units_by_policy
 
 DefaultUnits = Callable[[nn.Module], Sequence[str]]
 
@@ -27,11 +28,13 @@ class Selector:
         config: The settings.
         index: The model.
         problems: One line for everything wrong so far.
+        optional: Modules that stay whole because of ``optional_modules`` alone; known once :meth:`ignored` was called.
     """
 
     config: FSDP2Config
     index: ModelIndex
     problems: list[str] = field(default_factory=list)
+    optional: list[str] = field(default_factory=list)
 
     def modules(self, key: str, paths: Sequence[str], *, called: bool = False) -> list[str]:
         """Return the fqns that the list under ``key`` selects, in registration order, each once.
@@ -58,7 +61,8 @@ class Selector:
         """Return the modules that stay whole: ignored ones and optional ones."""
         found = self.modules("ignored_modules", self.config.ignored_modules)
         optional = self.modules("optional_modules", self.config.optional_modules)
-        found += [fqn for fqn in optional if fqn not in found]
+        self.optional = [fqn for fqn in optional if fqn not in found]
+        found += self.optional
         if "" in found:
             where = self.config.where("ignored_modules")
             self.problems.append(
@@ -71,8 +75,10 @@ class Selector:
 
         Args:
             default_units: Returns the host's units where the list is absent.
-            ignored: Modules that an absent list leaves out with all that is below them.
+            ignored: Modules that a policy or an absent list leaves out with all that is below them.
         """
+        if self.config.auto_wrap_policy is not None:
+            return units_by_policy(self.config, self.index, ignored, self.problems)
         if self.config.sub_modules_to_wrap is None:
             return [(fqn,) for fqn in self._default_units(default_units, ignored)]
         groups: dict[tuple[str, ...], None] = {}
@@ -119,9 +125,12 @@ class Selector:
             for where, fqn in selected:
                 unit = unit_of.get(fqn)
                 if unit is None:
+                    way_out = "List it in sub_modules_to_wrap too."
+                    if config.auto_wrap_policy is not None:
+                        way_out = f"{config.auto_wrap_policy} makes it none: list the units in sub_modules_to_wrap."
                     self.problems.append(
                         f"{where}: {fqn!r} is not a unit, and precision, resharding and offload belong to whole units. "
-                        "List it in sub_modules_to_wrap too."
+                        f"{way_out}"
                     )
                 elif set_by.setdefault(unit, where.rpartition(".modules")[0]) != where.rpartition(".modules")[0]:
                     self.problems.append(f"{where}: {fqn!r} is overridden twice. Merge the two entries.")
@@ -152,7 +161,14 @@ class Selector:
 
     def _check_called(self, where: str, text: str, fqn: str) -> None:
         module = self.index.modules[fqn]
-        if type(module).forward is nn.Module.forward and "forward" not in vars(module):
+        if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+            outer = fqn.rpartition(".")[0]
+            owner = f"{outer!r}. Write {outer!r}." if outer else "the root, which is always a unit. Remove the entry."
+            self.problems.append(
+                f"{where}: {text!r} selects {fqn!r}, a {type(module).__name__}, which is never called: its parameters "
+                f"are used by {owner}"
+            )
+        elif is_container(module):
             self.problems.append(
                 f"{where}: {text!r} selects {fqn!r}, a {type(module).__name__}, which has no forward of its own. "
                 f"Write '{fqn}.{{*}}' for its members."
@@ -163,10 +179,7 @@ class Selector:
         if default_units is not None:
             found = list(default_units(index.root))
         else:
-            names: set[str] = set()
-            for module in index.modules.values():
-                names.update(getattr(module, "_no_split_modules", None) or ())
-            wanted = {fqn for name in names for fqn in index.classes.get(name, ())}
+            wanted = {fqn for name in no_split_classes(index) for fqn in index.classes[name]}
             found = [fqn for fqn in index.modules if fqn in wanted and fqn]
         if not found:
             repeated = next((fqn for fqn, m in index.modules.items() if isinstance(m, nn.ModuleList) and len(m)), None)

@@ -24,6 +24,8 @@ def plan_table(plan: FSDP2Plan) -> str:
         rows.append((_collapse([u.name for u in units]), kind, str(len(units)), f"{numel:,}", stored, own))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["FSDP2 plan", f"  ranks          {_ranks(plan)}"]
+    if config.auto_wrap_policy is not None:
+        lines.append(f"  wrap policy    {_policy(plan)}")
     lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     lines += [
         f"  precision      compute {config.param_dtype or 'as stored'}, reduce "
@@ -83,6 +85,17 @@ def _accumulation(plan: FSDP2Plan) -> str:
     else:
         other = f"every_microbatch: {size} less per rank, {scatters} reduce-scatters more per further micro-batch"
     return f"{plan.config.reduce_grads} reduces ({other})"
+
+
+def _policy(plan: FSDP2Plan) -> str:
+    """Say which rule chose the units."""
+    config = plan.config
+    if config.auto_wrap_policy == "SIZE_BASED_WRAP":
+        return f"{config.auto_wrap_policy}, modules with more than {config.min_num_params:,} parameters"
+    if config.auto_wrap_policy == "NO_WRAP":
+        return f"{config.auto_wrap_policy}, the whole model is one unit"
+    classes = config.transformer_layer_cls_to_wrap or ("the model's _no_split_modules",)
+    return f"{config.auto_wrap_policy}, {', '.join(classes)}"
 
 
 def _ranks(plan: FSDP2Plan) -> str:

@@ -309,14 +309,9 @@ def test_flag_reads_what_megatron_parses(parser: ArgumentParser, flag: Flag) -> 
         (
             "--no-initialization",
             {},
-            "--no-initialization: loading a checkpoint under FSDP2 is not supported yet, so training would start from "
-            "whatever lies in memory. Remove it.",
-        ),
-        (
-            "--init-model-with-meta-device",
-            {},
-            "--init-model-with-meta-device: weights on the meta device are not given storage and initial values yet. "
-            "Remove it.",
+            "--no-initialization without --init-model-with-meta-device: weights that no checkpoint fills would be "
+            "whatever lies in memory. Add --init-model-with-meta-device, which finds such weights before training, or "
+            "remove it.",
         ),
         (
             "--ckpt-format torch",
@@ -331,17 +326,16 @@ def test_flag_reads_what_megatron_parses(parser: ArgumentParser, flag: Flag) -> 
             "ranks apart, so they overwrite each other's weights. Write --ckpt-format torch_dist.",
         ),
         (
-            "--load /ckpt",
-            {},
-            "--load /ckpt: loading a checkpoint under FSDP2 is not supported yet, it comes later; Megatron's own "
-            "loading would silently leave out weights or optimizer state. Remove it; the run starts from initial "
-            "weights.",
-        ),
-        (
             "--downcast-to-bf16",
             {},
-            "--downcast-to-bf16: loading a checkpoint under FSDP2 is not supported yet, so there is nothing to round. "
-            "Remove it.",
+            "--downcast-to-bf16 without --load or --pretrained-checkpoint: it rounds loaded weights, and nothing is "
+            "loaded. Add --load or --pretrained-checkpoint, or remove it.",
+        ),
+        (
+            "--non-persistent-ckpt-type global",
+            {},
+            "--ckpt-format torch_dcp with --non-persistent-ckpt-type global: Megatron reads non-persistent checkpoints "
+            "in torch_dist only. Write --ckpt-format torch_dist, or remove it and use a smaller --save-interval.",
         ),
         (
             "--async-save --use-persistent-ckpt-worker",
@@ -362,12 +356,6 @@ def test_flag_reads_what_megatron_parses(parser: ArgumentParser, flag: Flag) -> 
             "tensors beside the one for the device. Write --distributed-backend npu:hccl,cpu:gloo (Ascend) or "
             "cuda:nccl,cpu:gloo (NVIDIA).",
         ),
-        (
-            "--ckpt-format torch_dist --save /ckpt --no-save-optim",
-            {"sharding_size": 2},
-            "--ckpt-format torch_dist with --save /ckpt with sharding_size: 2: Megatron would write wrong shapes "
-            "wherever a shard group is not the whole data-parallel group. Write --ckpt-format torch_dcp.",
-        ),
     ],
 )
 def test_message(parser: ArgumentParser, line: str, settings: dict[str, Any], expected: str) -> None:
@@ -378,7 +366,7 @@ def test_message(parser: ArgumentParser, line: str, settings: dict[str, Any], ex
 
 
 def test_many_at_once_come_before_the_assertions_of_megatron(parser: ArgumentParser) -> None:
-    line = "--use-torch-fsdp2 --use-distributed-optimizer --fp16 --pipeline-model-parallel-size 2 --load /c"
+    line = "--use-torch-fsdp2 --use-distributed-optimizer --fp16 --pipeline-model-parallel-size 2 --async-save"
     with pytest.raises(ConflictError) as caught:
         check_conflicts(parse(parser, line), None, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     assert [text.split(":")[0] for text in str(caught.value).splitlines()] == [
@@ -388,7 +376,7 @@ def test_many_at_once_come_before_the_assertions_of_megatron(parser: ArgumentPar
         "--pipeline-model-parallel-size 2",
         "--fp16",
         "--no-gradient-accumulation-fusion is missing",
-        "--load /c",
+        "--async-save",
     ]
 
 

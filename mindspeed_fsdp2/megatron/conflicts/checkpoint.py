@@ -7,23 +7,14 @@ from typing import Final
 from ..arguments import DOWNCAST_FLAG
 from .row import Conflict, Flag, Situation, Text
 
-_LOADING = "loading checkpoints"
 _SAVE = Flag("--save")
-_NO_SAVE_OPTIM = Flag("--no-save-optim")
-_TORCH_DIST = Flag("--ckpt-format", only=("torch_dist",), shown="torch_dist")
-_NO_BF16 = Text(
-    "write param_dtype: bf16 and reduce_dtype: fp32 in the YAML instead of --bf16.",
-    "不用 --bf16 而在 YAML 中写 param_dtype: bf16 和 reduce_dtype: fp32。",
-)
 _WRITE_DCP = Text("Write --ckpt-format torch_dcp.", "写 --ckpt-format torch_dcp。")
 
 
-def _replicas(situation: Situation) -> str | None:
-    config, save, group = situation.config, _SAVE.typed(situation), situation.data_parallel_size()
-    torch_dist = _TORCH_DIST.typed(situation)
-    if config is None or not save or not torch_dist or config.sharding_size in ("auto", group):
-        return None
-    return f"{torch_dist} with {save} with {config.where('sharding_size')}: {config.sharding_size}"
+def _remote(situation: Situation) -> str | None:
+    flags = (_SAVE, Flag("--load"), Flag("--pretrained-checkpoint"))
+    typed = [text for flag in flags if (text := flag.typed(situation)) and "://" in text]
+    return ", ".join(typed) or None
 
 
 CHECKPOINT: Final[tuple[Conflict, ...]] = (
@@ -48,112 +39,77 @@ CHECKPOINT: Final[tuple[Conflict, ...]] = (
         until="torch_dcp with tensor parallel",
     ),
     Conflict(
-        "torch_dist_experts",
-        (_TORCH_DIST,),
+        "non_persistent_dcp",
+        (Flag("--ckpt-format", only=("torch_dcp",), shown="torch_dcp"),),
         Text(
-            "the save fails, for Megatron takes the shards of experts for replicas.",
-            "保存会失败，因为 Megatron 把专家的分片当成副本。",
+            "Megatron reads non-persistent checkpoints in torch_dist only.",
+            "Megatron 只能以 torch_dist 格式读取非持久检查点。",
         ),
-        _WRITE_DCP,
-        together=(_SAVE, Flag("--num-experts", off=(0,))),
-        until=_LOADING,
+        Text(
+            "Write --ckpt-format torch_dist, or remove it and use a smaller --save-interval.",
+            "写 --ckpt-format torch_dist；或去掉它，改用更小的 --save-interval。",
+        ),
+        together=(Flag("--non-persistent-ckpt-type", only=("global",), shown="global"),),
     ),
     Conflict(
-        "torch_dist_replicas",
+        "object_storage",
         (),
         Text(
-            "Megatron would write wrong shapes wherever a shard group is not the whole data-parallel group.",
-            "只要分片组不是整个数据并行组，Megatron 就会写出错误的形状。",
+            "checkpoints are made complete or absent by renaming folders, which object storage does not offer.",
+            "检查点靠重命名文件夹来保证要么完整、要么不存在，对象存储没有这种操作。",
         ),
-        _WRITE_DCP,
-        found=_replicas,
+        Text("Give a folder of a file system that all nodes share.", "给出所有节点共享的文件系统中的文件夹。"),
+        found=_remote,
         shown=Text(
-            f"{_TORCH_DIST.documented()} with `--save` with `sharding_size` ≠ auto in the YAML",
-            f"{_TORCH_DIST.documented()} 与 `--save` 同用，而 YAML 的 `sharding_size` 不是 auto",
+            "`--save`, `--load`, `--pretrained-checkpoint` with a path like `s3://bucket`",
+            "`--save`、`--load`、`--pretrained-checkpoint` 为 `s3://bucket` 之类的路径",
         ),
-        until=_LOADING,
     ),
     Conflict(
-        "torch_dist_optimizer",
-        (_TORCH_DIST,),
+        "conversion",
+        (Flag("--ckpt-convert-format"),),
         Text(
-            "Megatron cannot write the optimizer state of FSDP2 in this format with torch 2.13 or newer, and cannot "
-            "resume from it with older ones.",
-            "torch 2.13 及以上版本中，Megatron 无法用该格式写 FSDP2 的优化器状态；更早的版本则无法从中恢复。",
+            "converting checkpoints between formats inside a run is not supported with FSDP2.",
+            "不支持在使用 FSDP2 的运行中转换检查点格式。",
         ),
         Text(
-            "Write --ckpt-format torch_dcp, or add --no-save-optim.",
-            "写 --ckpt-format torch_dcp，或加上 --no-save-optim。",
+            "Remove it; to change formats, convert in a run without --use-torch-fsdp2.",
+            "去掉它；需要换格式时，在不带 --use-torch-fsdp2 的运行中转换。",
         ),
-        together=(_SAVE,),
-        unless=(_NO_SAVE_OPTIM,),
-        when=lambda situation: not situation.value("bf16"),  # the next row has that case
-        until=_LOADING,
     ),
     Conflict(
-        "bf16_save",
-        (Flag("--bf16"),),
+        "upcycling",
+        (Flag("--moe-use-upcycling"),),
         Text(
-            "the file would hold fp32 weights and moments in the layout of Megatron's bf16 optimizer, and resuming "
-            "from that is not supported yet.",
-            "文件会按 Megatron 的 bf16 优化器的布局存放 fp32 权重与动量，而从中恢复尚不支持。",
-        ),
-        Text(f"Add --no-save-optim, or {_NO_BF16.en}", f"加上 --no-save-optim，或{_NO_BF16.zh}"),
-        together=(_SAVE,),
-        unless=(_NO_SAVE_OPTIM,),
-        until=_LOADING,
-    ),
-    Conflict(
-        "bf16_load",
-        (Flag("--bf16"),),
-        Text(
-            "restoring the state of Megatron's bf16 optimizer is not supported yet under FSDP2.",
-            "在 FSDP2 下尚不支持恢复 Megatron 的 bf16 优化器状态。",
+            "it copies whole weights of a dense model into experts, and FSDP2 holds slices of them.",
+            "它把稠密模型的整块权重复制到各专家，而 FSDP2 只保存权重的分片。",
         ),
         Text(
-            f"Add --no-load-optim or --finetune, or {_NO_BF16.en}",
-            f"加上 --no-load-optim 或 --finetune，或{_NO_BF16.zh}",
+            "Upcycle in a run without --use-torch-fsdp2 and load what it saved.",
+            "在不带 --use-torch-fsdp2 的运行中做 upcycling，再加载它保存的检查点。",
         ),
-        together=(Flag("--load"),),
-        unless=(Flag("--no-load-optim"), Flag("--finetune")),
-        until=_LOADING,
-    ),
-    Conflict(
-        "load",
-        (
-            Flag("--load"),
-            Flag("--pretrained-checkpoint"),
-            Flag("--ckpt-convert-format"),
-            Flag("--moe-use-upcycling"),
-        ),
-        Text(
-            "loading a checkpoint under FSDP2 is not supported yet, it comes later; Megatron's own loading would "
-            "silently leave out weights or optimizer state.",
-            "尚不支持在 FSDP2 下加载检查点，以后提供；Megatron 自己的加载会悄悄漏掉权重或优化器状态。",
-        ),
-        Text("Remove it; the run starts from initial weights.", "去掉它；训练从初始权重开始。"),
-        until=_LOADING,
     ),
     Conflict(
         "no_initialization",
         (Flag("--no-initialization", "perform_initialization", off=(True,)),),
         Text(
-            "loading a checkpoint under FSDP2 is not supported yet, so training would start from whatever lies in "
-            "memory.",
-            "尚不支持在 FSDP2 下加载检查点，训练会从内存中的任意数值开始。",
+            "weights that no checkpoint fills would be whatever lies in memory.",
+            "没有检查点填充的权重会是内存中的任意数值。",
         ),
-        Text("Remove it.", "去掉它。"),
-        until=_LOADING,
+        Text(
+            "Add --init-model-with-meta-device, which finds such weights before training, or remove it.",
+            "加上 --init-model-with-meta-device（它会在训练前找出这样的权重），或去掉它。",
+        ),
+        unless=(Flag("--init-model-with-meta-device"),),
     ),
     Conflict(
         "downcast",
         (Flag(DOWNCAST_FLAG),),
+        Text("it rounds loaded weights, and nothing is loaded.", "它转换加载的权重，而这里没有加载任何权重。"),
         Text(
-            "loading a checkpoint under FSDP2 is not supported yet, so there is nothing to round.",
-            "尚不支持在 FSDP2 下加载检查点，没有可转换的权重。",
+            "Add --load or --pretrained-checkpoint, or remove it.", "加上 --load 或 --pretrained-checkpoint，或去掉它。"
         ),
-        Text("Remove it.", "去掉它。"),
-        until=_LOADING,
+        unless=(Flag("--load"), Flag("--pretrained-checkpoint")),
     ),
     Conflict(
         "async_save",

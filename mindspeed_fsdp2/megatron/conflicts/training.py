@@ -63,16 +63,6 @@ TRAINING: Final[tuple[Conflict, ...]] = (
         _REMOVE,
     ),
     Conflict(
-        "meta_device",
-        (Flag("--init-model-with-meta-device"),),
-        Text(
-            "weights on the meta device are not given storage and initial values yet.",
-            "尚不支持为 meta 设备上的权重分配存储并初始化。",
-        ),
-        _REMOVE,
-        until="initialisation on the meta device",
-    ),
-    Conflict(
         "recompute",
         (
             Flag("--recompute-granularity"),

@@ -1,0 +1,140 @@
+"""Load whole weights, which one process reads, into the shards of all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .agreement import agree
+from .apply import sharded
+from .checkpoint.model_state import model_state
+from .device import current_device
+from .errors import CheckpointError, PlanError
+from .full_files import open_file
+from .start_values import broadcast_whole, keep_own_part
+
+logger = logging.getLogger("mindspeed_fsdp2")
+
+_SHOWN = 10
+
+Source = Mapping[str, torch.Tensor] | str | os.PathLike[str] | None
+
+
+class LoadReport(NamedTuple):
+    """What was not loaded.
+
+    Attributes:
+        missing: Keys of the model that the source lacks; they keep their values.
+        unexpected: Keys of the source that the model lacks.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool = True) -> LoadReport:
+    """Give a wrapped model the values of ``source``, which only the first data-parallel rank reads.
+
+    **In place**, **collective**. Tensor by tensor, the first rank sends a whole value and each rank keeps its part, so
+    no rank holds more than one whole tensor beside its shards. Together with ``meta_init`` a model that fits no single
+    device starts from a pretrained one.
+
+    Args:
+        model: A wrapped model, outside of forward and backward.
+        source: Key of the unwrapped model's state dict -> whole tensor; or the path of a ``.safetensors`` file, of a
+            ``.safetensors.index.json``, or of a file that ``torch.save`` wrote. Read on the first data-parallel rank;
+            other ranks may pass None.
+        strict: Whether the keys must be those of the model. A second name of a tied weight may be missing all the same.
+
+    Returns:
+        What was not loaded, the same on every rank.
+
+    Raises:
+        PlanError: ``model`` is not wrapped.
+        CheckpointError: The source cannot be read, or its keys or shapes do not fit; lists all of them, on every rank.
+            Nothing is loaded then.
+    """
+    handle = sharded(model)
+    if handle is None:
+        raise PlanError("load_full_state_dict: the model is not wrapped. Call wrap_model first.")
+    if handle.state.gathered:
+        raise CheckpointError(
+            "load_full_state_dict: the model is inside full_parameters, which would write its own values back. Load "
+            "outside."
+        )
+    group, device = handle.group, current_device(handle.mesh.device_type)
+    first = dist.get_rank(group) == 0
+    own = model_state(handle.module)
+
+    def check() -> tuple[Mapping[str, torch.Tensor], LoadReport]:
+        return _checked(source, own.tensors, own.ties, strict) if first else ({}, LoadReport((), ()))
+
+    values, report = agree(check, lambda _: "", group, "load_full_state_dict")
+    if first and (report.missing or report.unexpected):
+        logger.warning(
+            "load_full_state_dict: kept as they were: %s; not used: %s",
+            _some(report.missing) or "none",
+            _some(report.unexpected) or "none",
+        )
+    told: list[Any] = [report]
+    dist.broadcast_object_list(told, group=group, group_src=0)
+    report = LoadReport(*told[0])
+    skipped = set(report.missing)
+    with torch.no_grad():
+        for key, target in own.tensors.items():
+            if key not in skipped:
+                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+                if first:
+                    whole.copy_(values[_name(key, values, own.ties)])
+                broadcast_whole([whole], device.type, group)
+                keep_own_part(target, whole)
+    return report
+
+
+def _checked(
+    source: Source, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str], strict: bool
+) -> tuple[Mapping[str, torch.Tensor], LoadReport]:
+    if source is None:
+        raise CheckpointError(
+            "load_full_state_dict: no source on the first data-parallel rank. Pass a mapping or a path there."
+        )
+    values = source if isinstance(source, Mapping) else open_file(source)
+    where = "load_full_state_dict" if isinstance(source, Mapping) else os.fspath(source)
+    if other := [key for key, value in values.items() if not isinstance(value, torch.Tensor)]:
+        raise CheckpointError(
+            f"{where}: {_some(other)} hold no tensors. Pass the state dict itself, not what it is part of."
+        )
+    missing = [key for key in tensors if _name(key, values, ties) not in values]
+    unexpected = [key for key in values if key not in tensors and key not in ties and not key.endswith("_extra_state")]
+    wrong = []
+    for key, tensor in tensors.items():
+        value = values.get(_name(key, values, ties))
+        if value is not None and value.shape != tensor.shape:
+            wrong.append(f"{key} is {tuple(tensor.shape)} here and {tuple(value.shape)} there")
+    lines = [f"other shape: {_some(wrong)}"] if wrong else []
+    if strict and missing:
+        lines.append(f"missing: {_some(missing)}")
+    if strict and unexpected:
+        lines.append(f"unknown here: {_some(unexpected)}")
+    if lines:
+        advice = "" if wrong else " strict=False loads what fits."
+        listed = "\n  ".join(lines)
+        raise CheckpointError(f"{where}: the values do not fit the model:\n  {listed}\nBuild the same model.{advice}")
+    return values, LoadReport(tuple(missing), tuple(unexpected))
+
+
+def _name(key: str, values: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> str:
+    """Return the name under which ``values`` has a tensor: files of Hugging Face keep one name of a tied weight."""
+    if key in values:
+        return key
+    return next((name for name, holder in ties.items() if holder == key and name in values), key)
+
+
+def _some(names: list[str] | tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

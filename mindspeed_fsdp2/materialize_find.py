@@ -1,0 +1,103 @@
+"""Find out how every tensor of a model on the meta device comes to its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from .errors import PlanError
+from .materialize import Recording, find_recording, recording
+from .materialize_fill import Deferred
+from .materialize_slots import Slot, no_mark, slots, slots_of
+from .plan import below_wrappers
+from .plan.checks import some
+
+_OWN_BUFFERS = ("reset_running_stats", "reset_buffers", "init_buffers")
+_OWN = ("reset_parameters", "_reset_parameters", "init_weights")
+
+
+def deferred_values(model: nn.Module, device: torch.device) -> Deferred | None:
+    """Return what is to be filled in ``model``, None if nothing of it is on the meta device.
+
+    A model that was not built in ``meta_init`` is initialised by its own methods here, on the meta device: by
+    ``_init_weights(module)`` of a module around, by ``init_weights()``, or by each module's ``reset_parameters()``.
+
+    Args:
+        model: Not sharded yet, possibly below wrappers.
+        device: This rank's device.
+
+    Raises:
+        PlanError: Something would stay without value for good; all of it is named.
+    """
+    root = below_wrappers(model)
+    source = find_recording(root)
+    own = source is None
+    if source is not None:
+        source.recorder.close()
+    if source is None and not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
+        return None  # nothing else is looked into, which takes time in a large model
+    if source is None:
+        with recording(device) as source, torch.no_grad():
+            _initialise(root, source)
+    found = [
+        Slot(slot.name, slot.get, slot.put, slot.kind, source.recorder.view_of(slot.get()))
+        for slot in slots(root)
+        if slot.get().is_meta
+    ]
+    if not own and (strange := [slot.name for slot in found if slot.view is None]):
+        raise PlanError(
+            f"model: {some(strange)} came to the meta device outside of meta_init, or was changed since. Build the "
+            "whole model in meta_init(), and convert it there: model.bfloat16()."
+        )
+    lost = [slot for slot in found if slot.unset and (slot.kind in ("cache", "attribute") or no_mark(slot.get()))]
+    if lost:
+        raise PlanError(
+            f"model: nothing computes {some([slot.name for slot in lost])}, and no checkpoint holds it. Build the "
+            "model in meta_init(), or let reset_parameters() or init_weights() of its module compute it."
+        )
+    return Deferred(root, source, found)
+
+
+def _initialise(root: nn.Module, source: Recording) -> None:
+    """Let the model's own methods initialise what is on the meta device.
+
+    A method is not called where it would give parameters other values than a method of a module around has.
+    """
+
+    def unset(tensor: torch.Tensor) -> bool:
+        view = source.recorder.view_of(tensor)
+        return tensor.is_meta if view is None else not view.buffer.writers
+
+    for slot in slots(root):
+        if slot.get().is_meta:
+            source.recorder.adopt(slot.get())
+    around: dict[int, Callable[[nn.Module], None]] = {}
+    for module in root.modules():  # outer modules come first, inner ones override them
+        own = getattr(module, "_init_weights", None)
+        if callable(own):
+            around.update(dict.fromkeys((id(inner) for inner in module.modules()), own))
+    whole = getattr(root, "init_weights", None)
+    if not around and callable(whole):
+        whole()
+    for module in reversed(list(_children_last(root))):
+        if id(module) in around and any(unset(slot.get()) for slot in slots_of(module)):
+            around[id(module)](module)
+        valued = [not unset(param) for param in module._parameters.values() if param is not None]
+        names = _OWN if not any(valued) else _OWN_BUFFERS if all(valued) else ()
+        method = next((own for name in names if callable(own := getattr(module, name, None))), None)
+        missing = any(unset(slot.get()) for slot in slots_of(module))
+        if missing and method is not None and (module is not root or method != whole):
+            method()
+
+
+def _children_last(root: nn.Module) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            pending.extend(module.children())

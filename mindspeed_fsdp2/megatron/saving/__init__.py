@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron runs under FSDP2."""
