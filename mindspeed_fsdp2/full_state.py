@@ -85,14 +85,17 @@ def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool
     dist.broadcast_object_list(told, group=group, group_src=0)
     report = LoadReport(*told[0])
     skipped = set(report.missing)
+    targets = {key: tensor for key, tensor in own.tensors.items() if key not in skipped}
+    # One piece of memory for all: a backend may hold on to what it sent for a while.
+    most = max((tensor.numel() * tensor.itemsize for tensor in targets.values()), default=0)
+    memory = torch.empty(most, dtype=torch.uint8, device=device)
     with torch.no_grad():
-        for key, target in own.tensors.items():
-            if key not in skipped:
-                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
-                if first:
-                    whole.copy_(values[_name(key, values, own.ties)])
-                broadcast_whole([whole], device.type, group)
-                keep_own_part(target, whole)
+        for key, target in targets.items():
+            whole = memory[: target.numel() * target.itemsize].view(target.dtype).view(target.shape)
+            if first:
+                whole.copy_(values[_name(key, values, own.ties)])
+            broadcast_whole([whole], device.type, group)
+            keep_own_part(target, whole)
     return report
 
 

@@ -49,8 +49,15 @@ def meta_init() -> Iterator[None]:
         PlanError: Something inside cannot be recorded: random numbers drawn into a tensor made from data, or a tensor
             given other memory.
     """
-    with recording():
-        yield
+    with recording() as made:
+        built = False
+        try:
+            yield
+            built = True
+        finally:
+            if not built:  # nobody will wrap it: the generators go on as after ordinary construction that failed there
+                made.recorder.close()
+                made.recorder.tape.settle()
 
 
 @contextmanager

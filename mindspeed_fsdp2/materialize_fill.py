@@ -37,13 +37,16 @@ class Deferred:
     def allocate_whole(self, ignored: Sequence[nn.Module], device: torch.device) -> None:
         """Give buffers, and the parameters of ``ignored`` modules, storage on ``device`` (**in place**)."""
         whole = {id(param) for module in ignored for param in module.parameters()}
-        made: dict[int, torch.Tensor] = {}  # one tensor under several names stays one
+        made: dict[int, torch.Tensor] = {}  # one tensor under several names stays one, in plain attributes too
         for slot in self._slots:
             tensor = slot.get()
             if slot.kind in ("buffer", "cache") or (slot.kind == "parameter" and id(tensor) in whole):
                 if id(tensor) not in made:
                     made[id(tensor)] = _replaced(tensor, torch.empty_like(tensor, device=device))
                 slot.put(made[id(tensor)])
+        for slot in self._slots:
+            if slot.kind == "attribute" and id(slot.get()) in made:
+                slot.put(made[id(slot.get())])
 
     def allocate_shards(self, units: Sequence[Unit], modules: Mapping[str, nn.Module], device: torch.device) -> None:
         """Give the shards that ``fully_shard`` made on the meta device storage (**in place**).
@@ -109,7 +112,8 @@ class Deferred:
             done: set[int] = set()
             for (slot, _), value in zip(slots, self._tape.values([view for _, view in slots])):
                 if slot.kind == "attribute":
-                    slot.put(value)
+                    if slot.get().is_meta:
+                        slot.put(value)
                 elif id(slot.get()) not in done:
                     done.add(id(slot.get()))
                     if same_start and slot.kind == "parameter":

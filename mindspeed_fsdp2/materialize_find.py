@@ -51,7 +51,12 @@ def deferred_values(model: nn.Module, device: torch.device) -> Deferred | None:
             f"model: {some(strange)} came to the meta device outside of meta_init, or was changed since. Build the "
             "whole model in meta_init(), and convert it there: model.bfloat16()."
         )
-    lost = [slot for slot in found if slot.unset and (slot.kind in ("cache", "attribute") or no_mark(slot.get()))]
+    held = {id(slot.get()) for slot in found if slot.kind in ("parameter", "buffer")}
+    lost = [
+        slot
+        for slot in found
+        if slot.unset and (no_mark(slot.get()) or slot.kind == "cache" or id(slot.get()) not in held)
+    ]
     if lost:
         raise PlanError(
             f"model: nothing computes {some([slot.name for slot in lost])}, and no checkpoint holds it. Build the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,8 +41,7 @@ class Streams:
 
     def __init__(self) -> None:
         """Start without draws."""
-        # Recordings that are under way at the same time must not take each other's tokens for their own.
-        self._own = (_FAMILY << 48) | (int.from_bytes(os.urandom(2), "big") << 32)
+        self._own: int | None = None
         self._draws: list[Draw] = []
         self._tokens: dict[bytes, int] = {}
         self._after: dict[int, torch.Tensor] = {}
@@ -55,6 +53,10 @@ class Streams:
         known = self._tokens.get(_key(state))
         if known is None:
             self._check(generator)
+        if self._own is None:
+            # Recordings that are under way at the same time must not take each other's tokens for their own. Each run
+            # makes the same tokens all the same, should they ever be drawn from.
+            self._own = (_FAMILY << 48) | (int.from_bytes(_key(state)[:2], "big") << 32)
         draw = Draw(len(self._draws), generator, state if known is None else known)
         self._draws.append(draw)
         self._generators[id(generator)] = generator
@@ -133,7 +135,7 @@ class Streams:
         seed = generator.initial_seed()
         if seed >> 48 != _FAMILY:
             return  # somebody seeded it
-        if seed >> 32 == self._own >> 32:
+        if self._own is not None and seed >> 32 == self._own >> 32:
             raise PlanError(
                 "meta_init: random numbers were drawn between building the model on the meta device and sharding it. "
                 "The model's own draws come first and are made when it is sharded: draw after wrap_model."
@@ -149,8 +151,8 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cpu":
         return torch.default_generator
     module = device_module(device.type)
-    index = module.current_device() if device.index is None else device.index
-    generator: torch.Generator = module.default_generators[index]
+    current = module.current_device()  # this also makes the generators exist
+    generator: torch.Generator = module.default_generators[current if device.index is None else device.index]
     return generator
 
 

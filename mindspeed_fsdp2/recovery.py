@@ -81,7 +81,8 @@ class Recovery:
         self._group = group
         self._device = device
         self._params = list(root.parameters())
-        self._marked = _smallest_shard(root) if hides_sums else None
+        self._hides_sums = hides_sums
+        self._marked = _smallest_shard(root)
         self._marks: list[_Mark] = []
         backward.on_forward(self._before_forward)
         backward.on_begin(self._remove_marks)
@@ -119,7 +120,7 @@ class Recovery:
             self._reset()
         elif any(mark.dropped for mark in self._marks):
             self.drop()
-        elif any(mark.changed for mark in self._marks):
+        elif self._hides_sums and any(mark.changed for mark in self._marks):
             raise FSDP2Error(
                 "accumulate: gradients were changed between two micro-batches of one step, whose sums are not there "
                 "yet. Change them after the last micro-batch; to give the step up call model.zero_grad()."

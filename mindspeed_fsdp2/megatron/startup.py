@@ -46,6 +46,8 @@ class Startup:
         def validate_args(args: Namespace, *rest: Any, **named: Any) -> Any:
             check_arguments(args)
             self._enter_cpu_mode(args)
+            if args.use_torch_fsdp2 and args.ckpt_format == "torch_dcp" and getattr(args, "async_save", False):
+                args.async_strategy = "mcore"  # ours takes its place; the default asserts a package that is not used
             tied = args.use_torch_fsdp2 and not args.untie_embeddings_and_output_weights
             if tied:
                 # Megatron asserts untied weights for FSDP2, because it would shard the two ends apart; our plan keeps

@@ -44,7 +44,7 @@ def units_by_policy(
     if config.auto_wrap_policy == "SIZE_BASED_WRAP":
         found = _by_size(index, config.min_num_params or 0, skip, taken)
         if not found:
-            problems.append(_too_large(config, index))
+            problems += _too_large(config, index)
     else:
         found = [fqn for fqn in _by_class(config, index, problems) if not skip(fqn)]
     position = {fqn: n for n, fqn in enumerate(index.modules)}
@@ -138,12 +138,15 @@ def _by_size(index: ModelIndex, least: int, skip: Callable[[str], bool], taken: 
     return found
 
 
-def _too_large(config: FSDP2Config, index: ModelIndex) -> str:
+def _too_large(config: FSDP2Config, index: ModelIndex) -> list[str]:
+    """Return a problem if ``min_num_params`` is so large that it selects nothing."""
     largest = max((sum(p.numel() for p in m.parameters()) for n, m in index.modules.items() if n), default=0)
-    return (
+    if largest > (config.min_num_params or 0):
+        return []  # the end modules, or only what is never called
+    return [
         f"{config.where('min_num_params')}: no module has more than {config.min_num_params:,} parameters; the largest "
         f"part of {type(index.root).__name__} has {largest:,}. Write a smaller number, or {_POLICY}: NO_WRAP."
-    )
+    ]
 
 
 def _ends(index: ModelIndex) -> list[Group]:
@@ -154,14 +157,9 @@ def _ends(index: ModelIndex) -> list[Group]:
     """
     name_of = {id(module): fqn for fqn, module in index.modules.items() if fqn}
 
-    def returned(method: str) -> str | None:
-        try:
-            module = getattr(index.root, method, lambda: None)()
-        except NotImplementedError:  # Transformers' way of saying that a model has none
-            return None
-        return name_of.get(id(module)) if isinstance(module, nn.Module) else None
-
-    embedding, output = returned("get_input_embeddings"), returned("get_output_embeddings")
+    embedding, output = (
+        name_of.get(id(_returned(index.root, method))) for method in ("get_input_embeddings", "get_output_embeddings")
+    )
     groups: list[Group] = [(embedding,)] if embedding is not None and embedding != output else []
     if output is not None:
         norm = _final_norm(index, name_of)
@@ -169,12 +167,19 @@ def _ends(index: ModelIndex) -> list[Group]:
     return groups
 
 
+def _returned(root: nn.Module, method: str) -> nn.Module | None:
+    try:
+        module = getattr(root, method, lambda: None)()
+    except NotImplementedError:  # Transformers' way of saying that a model has none
+        return None
+    return module if isinstance(module, nn.Module) else None
+
+
 def _final_norm(index: ModelIndex, name_of: Mapping[int, str]) -> str | None:
     """Return the last norm that is a direct child of the base model, or else of the decoder."""
     root = index.root
     base = getattr(root, getattr(root, "base_model_prefix", "") or "", root)
-    decoder = getattr(root, "get_decoder", lambda: None)()
-    for around in (base, decoder):
+    for around in (base, _returned(root, "get_decoder")):
         children = around.children() if isinstance(around, nn.Module) else ()
         norms = [name_of[id(child)] for child in children if "Norm" in type(child).__name__ and id(child) in name_of]
         if norms:

@@ -23,6 +23,7 @@ class Rotary(nn.Module):
         super().__init__()
         freq = 1.0 / 10000 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8)
         self.register_buffer("inv_freq", freq, persistent=False)
+        self.original = self.inv_freq  # as Hugging Face's
         self.scale = freq * 2
         self.tables = {"cos": [freq.cos()]}
         self.helper = Helper((freq.sin(), 1))

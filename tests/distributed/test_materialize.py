@@ -43,6 +43,10 @@ def start(kind: str, options: dict[str, Any], config: dict[str, Any]) -> tuple[l
             wrong.append(f"{name} is of another kind")
         if getattr(two, "mark", None) != "kept":
             wrong.append(f"{name} lost an attribute")
+    for one, two in zip(ordinary.modules(), model.modules()):
+        if isinstance(one, Rotary) and isinstance(two, Rotary):
+            if (one.original is one.inv_freq) != (two.original is two.inv_freq):
+                wrong.append("an attribute is another tensor")
     if len(list(ordinary.parameters())) != len(list(model.parameters())):
         wrong.append("other ties")
     return different(expected, tensors(model)), wrong, torch.equal(drawn, torch.rand(9))
@@ -217,7 +221,7 @@ NOTHING = (
         ("bare", (["bare", "whole"], NOTHING)),
         (
             "lost",
-            "model: nothing computes rotary.inv_freq, rotary.scale, rotary.tables['cos'][0], rotary.helper.pair[0], and no checkpoint holds it. "
+            "model: nothing computes rotary.inv_freq, rotary.original, rotary.scale, rotary.tables['cos'][0], rotary.helper.pair[0], and no checkpoint holds it. "
             "Build the model in meta_init(), or let reset_parameters() or init_weights() of its module compute it.",
         ),
     ],
@@ -316,6 +320,34 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_recorded_is_refused(ranks2: RankPool, case: str) -> None:
     assert ranks2.run(refused, case) == [REFUSED[case][1]] * 2
+
+
+class Fails(nn.Module):
+    """Draws and gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        raise KeyError("gives up")
+
+
+def failed() -> list[float]:
+    drawn = []
+    for meta in (False, True):
+        torch.manual_seed(9)
+        with pytest.raises(KeyError, match="gives up"):
+            if meta:
+                with meta_init():
+                    Fails()
+            else:
+                Fails()
+        drawn.append(torch.rand(1).item())
+    return drawn
+
+
+def test_generators_go_on_after_a_constructor_that_fails(ranks2: RankPool) -> None:
+    for ordinary, meta in ranks2.run(failed):
+        assert ordinary == meta
 
 
 def several() -> list[bool]:

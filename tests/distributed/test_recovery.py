@@ -83,6 +83,43 @@ def test_step_given_up_between_micro_batches(name: str, how: str, request: pytes
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def _scaled() -> list[float]:
+    model = wrap_model(SHARDABLE(), UNITS)
+    with accumulate(model, last=False):
+        _loss(model, 0, 0).backward()
+    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad *= 2
+    with accumulate(model, last=True):
+        (_loss(model, 0, 1) * 0).backward()
+    after = [param.grad for param in model.parameters() if param.grad is not None]
+    return [(a - 2 * b).to_local().abs().sum().item() for a, b in zip(after, before, strict=True)]
+
+
+def test_sharded_gradients_may_be_scaled_between_micro_batches(ranks2: RankPool) -> None:
+    assert ranks2.run(_scaled) == [[0.0] * len(list(SHARDABLE().parameters()))] * 2
+
+
+def _used_before(settings: dict[str, Any], how: str) -> list[str]:
+    """Return the parameters without a gradient after a step that followed one given up."""
+    model = wrap_model(SHARDABLE(), {**UNITS, **settings})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = inputs(0, 0, dist.get_rank())
+    for second in (True, False):
+        _drop(how, model, optimizer)
+        for last in (False, True) if not second else (False,):
+            with accumulate(model, last=last):
+                model(x, 1, True, second).sum().backward()
+    return [name for name, param in model.named_parameters() if param.grad is None]
+
+
+@pytest.mark.parametrize("how", ["model", "optimizer"])
+@pytest.mark.parametrize("settings", [{}, LAST, {"sharding_size": 1}], ids=["every", "last", "replicas"])
+def test_parameter_used_only_in_the_step_given_up(ranks2: RankPool, settings: dict[str, Any], how: str) -> None:
+    assert ranks2.run(_used_before, settings, how) == [["layers.0.second.weight"]] * 2
+
+
 def test_undisturbed_training_is_right(ranks2: RankPool) -> None:
     for settings in (LAST, {"sharding_size": 1}):
         runs = ranks2.run(wrapped, RECIPE, {**UNITS, **settings})

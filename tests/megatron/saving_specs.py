@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ def prepare(extra: dict[str, Any]) -> None:
     """Hook of the runner: what ``specs.prepare`` does, the changes of ``SAVING``, and a note of the optimizer."""
     specs.prepare(extra)
     _note_optimizer(extra)
+    _note_threads(extra)
     for name in os.environ.get("SAVING", "").split():
         CHANGES[name]()
     if point := os.environ.get("KILL_AT"):
@@ -49,6 +51,21 @@ def _note_optimizer(extra: dict[str, Any]) -> None:
             extra["optimizer_end"] = full_state(optimizer)
 
     training.train = train
+
+
+def _note_threads(extra: dict[str, Any]) -> None:
+    """Keep the names of the threads that wrote shards."""
+    from mindspeed_fsdp2.checkpoint import write
+
+    original = write.write_pieces
+    extra["threads"] = []
+
+    @functools.wraps(original)
+    def write_pieces(*args: Any, **kwargs: Any) -> Any:
+        extra["threads"].append(threading.current_thread().name)
+        return original(*args, **kwargs)
+
+    write.write_pieces = write_pieces
 
 
 def full_state(optimizer: Any) -> dict[str, Any]:
@@ -159,7 +176,7 @@ def other_names() -> None:
 
 
 def small_disk_on_rank_1() -> None:
-    """Let rank 1 write no more than 64 KiB of its shards."""
+    """Let rank 1 write no more than 256 KiB of its shards."""
     from mindspeed_fsdp2.checkpoint import write
 
     original = write.write_pieces
@@ -167,14 +184,14 @@ def small_disk_on_rank_1() -> None:
     @functools.wraps(original)
     def write_pieces(*args: Any, **kwargs: Any) -> Any:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limit[1]))
         try:
             return original(*args, **kwargs)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
     if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         write.write_pieces = write_pieces
 
 

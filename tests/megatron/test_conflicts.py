@@ -338,9 +338,10 @@ def test_flag_reads_what_megatron_parses(parser: ArgumentParser, flag: Flag) -> 
             "in torch_dist only. Write --ckpt-format torch_dist, or remove it and use a smaller --save-interval.",
         ),
         (
-            "--async-save --use-persistent-ckpt-worker",
+            "--async-save",
             {},
-            "--async-save: under FSDP2 Megatron's asynchronous save fails, or is not asynchronous. Remove it.",
+            "--async-save without --use-persistent-ckpt-worker: Megatron then saves synchronously, with a warning. Add "
+            "--use-persistent-ckpt-worker.",
         ),
         (
             "--torch-fsdp2-no-reshard-after-forward",
@@ -377,6 +378,7 @@ def test_many_at_once_come_before_the_assertions_of_megatron(parser: ArgumentPar
         "--fp16",
         "--no-gradient-accumulation-fusion is missing",
         "--async-save",
+        "--async-save without --use-persistent-ckpt-worker",
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.megatron.jobs import JobResult, MegatronJobs
-from tests.megatron.matrix import MOE
+from tests.megatron.jobs import EXAMPLE, JobResult, MegatronJobs
+from tests.megatron.matrix import MOE, TWO_TOWER
 from tests.megatron.saving import Flags, unequal
 from tests.megatron.tiny import tiny_gpt
 
@@ -40,6 +40,8 @@ class Runs:
         specs: str = "",
         drop: Sequence[str] = (),
         check: bool = True,
+        env: Mapping[str, str] | None = None,
+        script: Path = EXAMPLE,
     ) -> JobResult:
         """Run a tiny GPT with FSDP2; see ``saving.Runs.fsdp2``."""
         self._count += 1
@@ -48,8 +50,10 @@ class Runs:
         size = {"train_iters": "4", "global_batch_size": "8", "micro_batch_size": "2"}
         argv = [flag for flag in tiny_gpt(self.data, **{**size, **(flags or {})}) if flag not in drop]
         argv += ["--use-torch-fsdp2", "--fsdp2-config-path", os.fspath(config), *extra]
-        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "SPECS": specs, "SAVING": ""}
-        return self.jobs.run(argv, world_size=ranks, plugin=True, env=env, hook=HOOK, check=check, timeout=90)
+        variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "SPECS": specs, "SAVING": "", **(env or {})}
+        return self.jobs.run(
+            argv, world_size=ranks, plugin=True, env=variables, script=script, hook=HOOK, check=check, timeout=90
+        )
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +74,8 @@ class Row:
         specs: Changes of ``specs`` to both.
         drop: Flags of the tiny GPT to leave out.
         core: Whether it always runs.
+        env: Variables of both.
+        script: What both run.
     """
 
     name: str
@@ -80,10 +86,17 @@ class Row:
     specs: str = ""
     drop: tuple[str, ...] = ()
     core: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    script: Path = EXAMPLE
 
 
 TP2: Flags = {"tensor_model_parallel_size": "2", "ckpt_format": "torch_dist"}
 WHOLE = {"sharding_size": "auto", "ignored_modules": ["embedding", "decoder.final_layernorm"]}
+TOWERS = {
+    "sharding_size": "auto",
+    "sub_modules_to_wrap": ["text_decoder.decoder.layers.{*}"],
+    "ignored_modules": ["image_encoder"],
+}
 ROWS = (
     Row("tensor-parallel", {**DROPOUT, **TP2}, ranks=4, core=True),
     Row("bf16", {**DROPOUT, **LEARNED, "bf16": None}, core=True),
@@ -99,6 +112,7 @@ ROWS = (
     Row("cpu-initialization", {**DROPOUT, "use_cpu_initialization": None}),
     Row("ignored", DROPOUT, WHOLE),
     Row("offload", DROPOUT, {"sharding_size": "auto", "offload_to_cpu": True, "pin_memory": False}),
+    Row("two-towers", {**DROPOUT, "bf16": None}, TOWERS, env={"ENCODER": "bfloat16"}, script=TWO_TOWER),
     Row("recompute", DROPOUT, {"sharding_size": "auto", "recompute_modules": ["decoder.layers.{*}"]}),
 )
 
@@ -113,6 +127,8 @@ def test_starts_and_trains_as_without_the_flag(run: Runs, row: Row) -> None:
         "ranks": row.ranks,
         "specs": row.specs,
         "drop": row.drop,
+        "env": row.env,
+        "script": row.script,
     }
     ordinary = run(*row.extra, **options)
     meta = run(META, *row.extra, **options)

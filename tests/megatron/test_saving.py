@@ -31,6 +31,7 @@ class Row:
         saving: Changes of ``saving_specs`` to both.
         specs: Changes of ``specs`` to both.
         ranks: Number of ranks.
+        drop: Flags of the tiny GPT that both leave out.
         core: Whether it always runs.
     """
 
@@ -40,10 +41,12 @@ class Row:
     saving: str = ""
     specs: str = ""
     ranks: int = 2
+    drop: tuple[str, ...] = ()
     core: bool = False
 
 
 WHOLE = {"sharding_size": "auto", "ignored_modules": ["embedding", "decoder.final_layernorm"]}
+TIED = {"sharding_size": "auto", "sub_modules_to_wrap": [["embedding", "output_layer"], "decoder.layers.{*}"]}
 ROWS = (
     Row("adamw", DROPOUT, core=True),
     Row("step-in-group-bf16", {**DROPOUT, "bf16": None}, saving="step_in_group", core=True),
@@ -66,11 +69,10 @@ ROWS = (
     Row("extra-state", saving="extra_state"),
     Row("sharded-by-itself", DROPOUT, specs="own_fully_shard"),
     Row("frozen", {"bf16": None}, specs="frozen_embedding"),
-    Row(
-        "tied",
-        DROPOUT,
-        {"sharding_size": "auto", "sub_modules_to_wrap": [["embedding", "output_layer"], "decoder.layers.{*}"]},
-    ),
+    Row("tied", DROPOUT, TIED, drop=("--untie-embeddings-and-output-weights",)),
+    Row("zero2", DROPOUT, {"sharding_size": "auto", "reshard_after_forward": False}),
+    Row("offload", DROPOUT, {"sharding_size": "auto", "offload_to_cpu": True}),
+    Row("after-evaluation", {**DROPOUT, "eval_interval": "5", "eval_iters": "2"}),
 )
 
 
@@ -78,7 +80,7 @@ ROWS = (
 def test_resuming_is_never_having_stopped(runs: Runs, row: Row) -> None:
     folder = str(runs.folder / row.name)
     options: dict[str, Any] = {"settings": row.settings, "saving": row.saving, "ranks": row.ranks}
-    options["env"] = {"SPECS": row.specs}
+    options |= {"env": {"SPECS": row.specs}, "drop": row.drop}
     whole = runs.fsdp2("--save", folder, "--save-interval", "5", flags=row.flags, **options)
     resumed = runs.fsdp2("--load", folder, "--ckpt-step", "5", flags=row.flags, **options)
     assert len(whole.losses) == 10 and len(resumed.losses) == 5

@@ -51,6 +51,39 @@ def test_killed_while_it_saves(runs: Runs, whole: JobResult, moment: str, tmp_pa
     ]
 
 
+ASYNC = ("--async-save", "--use-persistent-ckpt-worker")
+
+
+@pytest.mark.slow
+def test_saving_in_the_background(runs: Runs, whole: JobResult, tmp_path: Path) -> None:
+    run = runs.fsdp2("--save", str(tmp_path), "--save-interval", "4", *ASYNC)
+    assert differences(run, whole, 10) == []
+    for rank in run.ranks:
+        assert len(rank.extra["threads"]) == 3 and "MainThread" not in rank.extra["threads"]
+    assert (tmp_path / TRACKER).read_text() == "10"
+    assert differences(runs.fsdp2("--load", str(tmp_path), "--ckpt-step", "4"), whole, 6) == []
+    assert differences(runs.fsdp2("--load", str(tmp_path), "--ckpt-step", "8"), whole, 2) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["shards", "renamed"])
+def test_killed_while_it_saves_in_the_background(runs: Runs, whole: JobResult, moment: str, tmp_path: Path) -> None:
+    argv = ["--save", str(tmp_path), "--save-interval", "4", *ASYNC]
+    killed = runs.fsdp2(*argv, env={"KILL_AT": moment}, check=False)
+    assert -9 in [rank.exitcode for rank in killed.ranks]
+    assert (tmp_path / TRACKER).read_text() == "4"
+    assert differences(whole, runs.fsdp2(*argv, "--load", str(tmp_path)), 6) == []
+    assert (tmp_path / TRACKER).read_text() == "10"
+
+
+@pytest.mark.slow
+def test_a_background_save_that_fails_ends_all_ranks(runs: Runs, tmp_path: Path) -> None:
+    argv = ["--save", str(tmp_path), "--save-interval", "4", *ASYNC]
+    text = refused(runs.fsdp2(*argv, saving="small_disk_on_rank_1", check=False))
+    assert text.startswith("on rank 1 of 2: ") and "Nothing is published" in text
+    assert not (tmp_path / TRACKER).exists()
+
+
 @pytest.mark.slow
 def test_half_a_checkpoint_is_not_picked_by_its_number(runs: Runs, tmp_path: Path) -> None:
     argv = ["--save", str(tmp_path), "--save-interval", "4"]

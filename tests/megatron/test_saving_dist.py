@@ -70,6 +70,12 @@ SLOW = {
     ),
     "parallel-load": Setup(4, HSDP, {**DROPOUT, "ckpt_fully_parallel_load": None}, changes="parallel_load"),
     "first-rank-saves": Setup(4, HSDP, {**DROPOUT, "no_ckpt_fully_parallel_save": None}),
+    "zero2-after-evaluation": Setup(
+        settings={**AUTO, "reshard_after_forward": False}, flags={**DROPOUT, "eval_interval": "5", "eval_iters": "1"}
+    ),
+    "recompute": Setup(settings={**AUTO, "recompute_modules": ["decoder.layers.{*}"]}, flags=DROPOUT),
+    "own-fully-shard": Setup(flags=DROPOUT, env={"SPECS": "own_fully_shard"}),
+    "lora": Setup(flags=DROPOUT, env={"SPECS": "lora"}),
     "two-towers": Setup(settings=SAMPLE_FP32, script=TWO_TOWER),
     "two-towers-bf16": Setup(settings=SAMPLE, flags=BF16, script=TWO_TOWER),
     "two-towers-frozen": Setup(settings=SAMPLE_FP32, script=TWO_TOWER, env={"FREEZE": "1"}),

@@ -118,6 +118,22 @@ def test_refused_before_anything_is_read(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["--dist-ckpt-optim-fully-reshardable"]], ids=["buckets", "model-space"])
+def test_distributed_optimizer_of_ddp(runs: Runs, layout: list[str]) -> None:
+    folder = str(runs.folder / f"distributed{len(layout)}")
+    flags = ["--use-distributed-optimizer", *layout, "--save", folder, "--save-interval", "2"]
+    saved = runs.run(Setup(settings=None), *flags, steps=2)
+    failed = runs.run(Setup(), "--load", folder, check=False)
+    for rank in failed.ranks:
+        assert said(rank).endswith(
+            f"mindspeed_fsdp2: checkpoint {folder}/iter_0000002: its optimizer state is that of "
+            "--use-distributed-optimizer, which only such a run can load. Add --no-load-optim or --finetune."
+        )
+    loaded = runs.run(Setup(3), "--load", folder, "--no-load-optim", steps=3)
+    assert unequal("params", loaded.ranks[2].extra["start"], saved.ranks[0].params) == []
+
+
+@pytest.mark.slow
 def test_what_fits_is_loaded_on_request(runs: Runs) -> None:
     """A new part of the model keeps its initial values; everything else, optimizer state too, is loaded."""
     folder = str(runs.folder / "partial")

@@ -124,12 +124,13 @@ def test_what_fits_on_request(runs: Runs, saved: tuple[str, JobResult]) -> None:
 
 
 @pytest.mark.slow
-def test_retention(runs: Runs) -> None:
-    folder = runs.folder / "retained"
-    runs.fsdp2("--save", str(folder), "--save-interval", "2", "--save-retain-interval", "4")
-    left = sorted(path.name for path in folder.iterdir())
+@pytest.mark.parametrize("background", [[], ["--async-save", "--use-persistent-ckpt-worker"]], ids=["sync", "async"])
+def test_retention(runs: Runs, tmp_path: Path, background: list[str]) -> None:
+    argv = ["--save", str(tmp_path), "--save-interval", "2", "--save-retain-interval", "4", *background]
+    runs.fsdp2(*argv)
+    left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["iter_0000004", "iter_0000008", "iter_0000010", "latest_checkpointed_iteration.txt"]
-    assert runs.fsdp2("--load", str(folder), "--ckpt-step", "8").losses
+    assert len(runs.fsdp2("--load", str(tmp_path), "--ckpt-step", "8").losses) == 2
 
 
 @pytest.mark.slow

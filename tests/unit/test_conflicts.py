@@ -187,7 +187,18 @@ FIRING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]] = 
         {},
         "--downcast-to-bf16 without --load or --pretrained-checkpoint",
     ),
-    "async_save": ({"async_save": True}, {}, {}, "--async-save"),
+    "async_save": (
+        {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "nvrx", "ckpt_format": "torch_dist"},
+        {},
+        {},
+        "--async-save",
+    ),
+    "async_worker": (
+        {"async_save": True, "async_strategy": "nvrx"},
+        {},
+        {},
+        "--async-save without --use-persistent-ckpt-worker",
+    ),
     "local_checkpoints": ({"non_persistent_ckpt_type": "local"}, {}, {}, "--non-persistent-ckpt-type local"),
 }
 # row -> (arguments, YAML settings, found)
@@ -304,6 +315,7 @@ def test_exact_messages() -> None:
         ({"calculate_per_token_loss": True, "data_parallel_random_init": True}, {}, {}),
         ({"bf16": True, "save": "/ckpt", "load": "/ckpt"}, {}, {}),
         ({"load": "/ckpt", "downcast_to_bf16": True}, {}, {}),
+        ({"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}, {}, {}),
         ({"pretrained_checkpoint": "/base", "downcast_to_bf16": True}, {}, {}),
         ({"save": "/ckpt"}, {"sharding_size": 2}, {}),
         (DIST, {"sharding_size": "auto"}, {}),

@@ -63,9 +63,10 @@ def test_configuration_needs_no_torch() -> None:
         "from mindspeed_fsdp2.config import load_config, FSDP2Config\n"
         "from mindspeed_fsdp2 import load_config as same\n"
         "assert same is load_config\n"
-        "print(load_config({'sharding_size': 'auto'}).sharding_size)"
+        "from mindspeed_fsdp2.cli import main\n"
+        "print(load_config({'sharding_size': 'auto'}).sharding_size, FSDP2Config.from_hf({}).auto_wrap_policy)"
     )
-    assert run_without(("torch", "megatron", "torch_npu"), code) == "auto\n"
+    assert run_without(("torch", "megatron", "torch_npu"), code) == "auto TRANSFORMER_BASED_WRAP\n"
 
 
 def test_module_paths_need_neither_torch_nor_yaml() -> None:

@@ -176,8 +176,6 @@ def test_parameters_that_cannot_be_sharded() -> None:
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     model.register_parameter("turned", nn.Parameter(torch.ones(4, 3).t()))
     assert message(PlanError, model, []).splitlines() == [
-        "the root unit: these parameters are on the meta device: 2.weight, 2.bias. Initialising from meta is not "
-        "supported yet: build the model with real values.",
         "the root unit: FSDP2 cannot shard the scalar parameter scale. Give it the shape (1,), or freeze it and list "
         "its module in ignored_modules.",
         "the root unit: FSDP2 cannot shard the non-contiguous parameter turned. Make it contiguous().",

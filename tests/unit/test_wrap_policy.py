@@ -178,10 +178,10 @@ def test_tied_ends_are_one_unit(settings: dict[str, Any]) -> None:
 
 def test_a_second_holder_of_the_weight_brings_no_other_module_along() -> None:
     model = CausalLM()
-    model.second = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 40))
+    model.second = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 40), nn.LayerNorm(40))
     model.second[0].weight = model.model.embed_tokens.weight
     units = units_of(model, {**SIZE, "min_num_params": 111})
-    expected = ["(root)", "model.embed_tokens + second.0", *LAYERS, TAIL, "second.1"]
+    expected = ["(root)", "model.embed_tokens + second.0", *LAYERS, TAIL, "second", "second.1"]
     assert sorted(units) == sorted(expected)
 
 
@@ -198,6 +198,13 @@ def test_the_final_norm_is_found_in_the_decoder() -> None:
     assert units_of(Conditional(), settings) == expected
 
 
+def test_the_final_norm_is_the_last_one() -> None:
+    model = CausalLM()
+    model.model.after_norm = RMSNorm(4)
+    model.model.other = nn.Linear(4, 4)
+    assert units_of(model, TRANSFORMER)[-1] == "model.after_norm + lm_head"
+
+
 def test_a_set_of_no_split_modules_and_those_of_parts() -> None:
     model = nn.Sequential(CausalLM())
     model[0]._no_split_modules = {"WideBlock"}
@@ -212,6 +219,12 @@ def test_sizes_leave_out_what_is_never_called() -> None:
     assert not [name for name in units if name == "layers" or "out_proj" in name]
     inside = ["", ".self_attn", ".linear1", ".linear2"]
     assert units == ["(root)", *(f"layers.{i}{name}" for i in range(2) for name in inside)]
+
+
+def test_only_containers_are_large_enough() -> None:
+    model = nn.Sequential()
+    model.add_module("parts", nn.ModuleList(nn.Linear(4, 4) for _ in range(3)))
+    assert units_of(model, {**SIZE, "min_num_params": 20}) == ["(root)"]
 
 
 def test_the_plan_shows_the_policy_and_its_units() -> None:

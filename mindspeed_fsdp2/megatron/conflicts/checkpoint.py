@@ -115,11 +115,28 @@ CHECKPOINT: Final[tuple[Conflict, ...]] = (
         "async_save",
         (Flag("--async-save"),),
         Text(
-            "under FSDP2 Megatron's asynchronous save fails, or is not asynchronous.",
-            "在 FSDP2 下，Megatron 的异步保存会失败，或者并不异步。",
+            "with FSDP2 only torch_dcp is saved in the background, with Megatron 0.17 or newer.",
+            "在 FSDP2 下只有 torch_dcp 能在后台保存，且需要 Megatron 0.17 及以上版本。",
         ),
-        Text("Remove it.", "去掉它。"),
-        until="asynchronous saving",
+        Text("Write --ckpt-format torch_dcp, or remove it.", "写 --ckpt-format torch_dcp，或去掉它。"),
+        when=lambda situation: (
+            situation.value("ckpt_format") != "torch_dcp" or situation.value("async_strategy") is None
+        ),
+        shown=Text(
+            "`--async-save` with `--ckpt-format` torch_dist, or with Megatron below 0.17",
+            "`--async-save` 与 `--ckpt-format` torch_dist 同用，或 Megatron 低于 0.17",
+        ),
+        until="asynchronous saving in torch_dist",
+    ),
+    Conflict(
+        "async_worker",
+        (Flag("--async-save"),),
+        Text(
+            "Megatron then saves synchronously, with a warning.",
+            "Megatron 会给出警告并改为同步保存。",
+        ),
+        Text("Add --use-persistent-ckpt-worker.", "加上 --use-persistent-ckpt-worker。"),
+        unless=(Flag("--use-persistent-ckpt-worker"),),
     ),
     Conflict(
         "local_checkpoints",

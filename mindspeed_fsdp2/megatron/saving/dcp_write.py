@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...checkpoint.folder import STATE
 from ...checkpoint.pieces import piece_of
 from ...checkpoint.publish import write_json
 from ...checkpoint.rank_state import rank_path
-from ...checkpoint.snapshot import Collected, collect_model, conclude, settle
+from ...checkpoint.snapshot import Collected, Snapshot, collect_model, conclude, settle
 from ...checkpoint.values import fingerprint
 from ...checkpoint.write import Destination, write_snapshot
 from ...errors import CheckpointError
@@ -42,8 +43,29 @@ class MegatronState(dict[str, Any]):
         self.root = root
 
 
-def write(state: MegatronState, target: Path, ranks: Coordination, data_parallel_rank: int) -> None:
-    """Save ``state`` as the folder ``target`` (**collective**).
+@dataclass(frozen=True)
+class Prepared:
+    """A save that has been collected and compared, and can be written."""
+
+    snapshot: Snapshot
+    destination: Destination
+    ranks: Coordination
+
+    def write(self) -> Path:
+        """Write and publish it, and return its folder (**collective**).
+
+        Raises:
+            CheckpointError: It could not be saved. Every rank raises the same error; nothing is published.
+        """
+        return write_snapshot(self.snapshot, self.destination, self.ranks)
+
+    def staged(self) -> Prepared:
+        """Return the same with copies in host memory, which training does not touch."""
+        return replace(self, snapshot=self.snapshot.staged())
+
+
+def prepare_write(state: MegatronState, target: Path, ranks: Coordination, data_parallel_rank: int) -> Prepared:
+    """Collect ``state`` for the folder ``target`` (**collective**).
 
     Args:
         state: From ``generate_state_dict``, with what Megatron has added since.
@@ -52,23 +74,24 @@ def write(state: MegatronState, target: Path, ranks: Coordination, data_parallel
         data_parallel_rank: This rank's number in what ``get_rng_state`` gathers.
 
     Raises:
-        CheckpointError: It could not be saved. Every rank raises the same error; nothing is published.
+        CheckpointError: Something cannot be saved, or the ranks differ. Every rank raises it.
     """
     random = own_state(state["rng_state"], data_parallel_rank) if "rng_state" in state else None
     every = ranks.gather_all(digests(random) if random is not None else {}, "save_checkpoint")
     alike = sorted(name for name, digest in every[0].items() if all(each.get(name) == digest for each in every))
     snapshot = settle(lambda: _collect(state, random, alike, ranks), ranks)
     plain = {name: value for name, value in state.items() if name not in _ELSEWHERE}
+    content = pack_state(plain) if ranks.rank == 0 else b""  # now: the arguments change while a background save writes
 
     def publish(folder: Path, writers: int) -> Path:
-        (folder / FILE).write_bytes(pack_state(plain))
+        (folder / FILE).write_bytes(content)
         write_json(folder / STATE, snapshot.document)
         # Before the rename: a disk too full for the tracker must not show after the checkpoint is there.
         stage(target.parent, str(state["iteration"]))
         return publish_iteration(folder, target, TORCH_DCP)
 
     begin: Callable[[], Path] = functools.partial(begin_iteration, target)
-    write_snapshot(snapshot, Destination(f"save of {target.name}", target.parent, begin, publish), ranks)
+    return Prepared(snapshot, Destination(f"save of {target.name}", target.parent, begin, publish), ranks)
 
 
 def _collect(state: MegatronState, random: dict[str, Any] | None, alike: list[str], ranks: Coordination) -> Collected:

@@ -94,14 +94,21 @@ def check_contents(sharded_state_dict: Any, checkpoint_dir: str, wants_optimizer
             if not isinstance(entry, ShardedObject)
         }
         found = _differences(asked, stored, flexible)
-        saved_by = load_common_state_dict(checkpoint_dir).get("args")
-        if wants_optimizer and getattr(saved_by, "no_save_optim", False):
-            found = [_Difference("it holds no optimizer state (--no-save-optim)", f"Add {_WEIGHTS_ONLY}.", False)]
+        if wants_optimizer and (reason := _no_optimizer_state(load_common_state_dict(checkpoint_dir).get("args"))):
+            found = [_Difference(reason, f"Add {_WEIGHTS_ONLY}.", False)]
         if wrong := [each for each in found if not (partial and each.keys)]:
             raise CheckpointError("\n".join(f"{what}: {each.text}. {each.remedy}" for each in wrong))
         return [each.text for each in found]
 
     return agree(compare, lambda _: "", None, what)
+
+
+def _no_optimizer_state(saved_by: Any) -> str | None:
+    if getattr(saved_by, "no_save_optim", False):
+        return "it holds no optimizer state (--no-save-optim)"
+    if getattr(saved_by, "use_distributed_optimizer", False):
+        return "its optimizer state is that of --use-distributed-optimizer, which only such a run can load"
+    return None
 
 
 def _differences(

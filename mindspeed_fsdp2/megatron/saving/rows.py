@@ -36,6 +36,15 @@ SAVING: Final[tuple[Patch, ...]] = (
         remove_when="save_checkpoint writes through a function of Megatron's.",
     ),
     Patch(
+        name="async-strategy",
+        targets=("megatron.core.dist_checkpointing.strategies.torch:get_async_strategy",),
+        make=_saves.wrap_async_strategy,
+        also_aliases=True,
+        why="Megatron's own strategies fail on torch_dcp, and would publish what is half written.",
+        remove_when="They save torch_dcp of FSDP2, complete or not at all.",
+        required=False,
+    ),
+    Patch(
         name="dist-save",
         targets=("megatron.core.dist_checkpointing:save",),
         make=_saves.wrap_dist_save,

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.training import get_args
+from megatron.training.async_utils import maybe_finalize_async_save
 from torch import nn
 
 from ...checkpoint.coordination import Coordination, coordination_of
@@ -20,7 +21,8 @@ from ...checkpoint.publish import discard
 from ...checkpoint.write import explained
 from ...errors import CheckpointError
 from ...plan import below_wrappers
-from .dcp_write import MegatronState, write
+from .background import NAME, strategy
+from .dcp_write import MegatronState, Prepared, prepare_write
 from .folders import TORCH_DCP, TORCH_DIST, begin_iteration, drop_empty, prepare, publish_iteration
 from .named_optimizer import NamedOptimizer
 from .tracker import stage
@@ -58,6 +60,9 @@ class SaveSeams:
                 return original(*rest, **named)
             given = inspect.signature(original).bind(*rest, **named).arguments
             directory = _directory(args, bool(given.get("non_persistent_ckpt", False)))
+            if args.async_save:
+                # Two saves at once would mix up their agreements.
+                maybe_finalize_async_save(blocking=True)
             ranks = coordination_of(root_of(given["model"]), None)
             ranks.from_first(lambda: explained(directory, lambda: prepare(directory)), "save_checkpoint")
             self._ranks = ranks
@@ -92,11 +97,28 @@ class SaveSeams:
         def save(state_dict: Any, *rest: Any, **named: Any) -> Any:
             if not isinstance(state_dict, MegatronState) or self._ranks is None:
                 return original(state_dict, *rest, **named)
-            target = Path(named["storage_writer"].path)
-            write(state_dict, target, self._ranks, parallel_state.get_data_parallel_rank())
+            self._prepare(state_dict, Path(named["storage_writer"].path)).write()
             return None
 
         return save
+
+    def wrap_async_strategy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``get_async_strategy`` that has a strategy of its own for torch_dcp."""
+
+        @functools.wraps(original)
+        def get_async_strategy(*rest: Any, **named: Any) -> Any:
+            args = get_args()
+            module = inspect.signature(original).bind(*rest, **named).arguments.get("module")
+            if module is not None or not sharded_run(args) or not args.async_save or args.ckpt_format != TORCH_DCP:
+                return original(*rest, **named)
+            return NAME, strategy(self._prepare)
+
+        return get_async_strategy
+
+    def _prepare(self, state: Any, target: Path) -> Prepared:
+        if self._ranks is None or not isinstance(state, MegatronState):
+            raise CheckpointError(f"{target}: only Megatron's save_checkpoint saves in torch_dcp. Call that.")
+        return prepare_write(state, target, self._ranks, parallel_state.get_data_parallel_rank())
 
     def wrap_dist_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``dist_checkpointing.save`` that writes into a hidden folder and renames it when it is complete."""
