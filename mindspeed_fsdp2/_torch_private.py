@@ -35,8 +35,10 @@ __all__ = [
     "in_backward",
     "prepare_unit_class",
     "queue_callback",
+    "schema_of",
     "tree_flatten",
     "tree_unflatten",
+    "unsaved_buffers",
 ]
 
 
@@ -97,6 +99,16 @@ def _param_groups(unit: nn.Module) -> list[Any]:
 def has_gradient_hooks(param: nn.Parameter) -> bool:
     """Return whether someone waits for the gradient of ``param``; tensors have no public list of their hooks."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+
+
+def schema_of(operator: Any) -> Any:
+    """Return what the signature of an operator says of its arguments and results: which of them it writes into."""
+    return operator._schema
+
+
+def unsaved_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the buffers of ``module`` that are left out of state dicts; no public name tells."""
+    return module._non_persistent_buffers_set
 
 
 def prepare_unit_class(kind: type[nn.Module]) -> None:

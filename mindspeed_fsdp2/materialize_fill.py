@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from .errors import PlanError
 from .materialize import Recording, forget_recording
 from .materialize_slots import Slot, is_marked, mark
-from .materialize_tape import View
+from .materialize_tape import Tape, View
 from .plan import Unit
 from .plan.checks import some
 from .rng import RandomState
@@ -32,7 +33,8 @@ class Deferred:
     @property
     def digest(self) -> str:
         """Equal on ranks that will fill the same tensors."""
-        return f"{len(self._slots)} on meta"
+        text = "\n".join(f"{slot.name} {slot.unset}" for slot in self._slots)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def allocate_whole(self, ignored: Sequence[nn.Module], device: torch.device) -> None:
         """Give buffers, and the parameters of ``ignored`` modules, storage on ``device`` (**in place**)."""
@@ -87,16 +89,9 @@ class Deferred:
             group: The data-parallel group.
             same_start: Whether all ranks take the first rank's values.
             random_states: The sources of random numbers, the host's own ones included.
-
-        Raises:
-            PlanError: Random numbers were drawn since the model was built.
         """
         self._fill(device, group, same_start)
-        for source in random_states:
-            settled = self._tape.settled(source.get())
-            if settled is not None:
-                source.set(settled)
-        self._tape.settle()
+        settle(self._tape, random_states)
         forget_recording(self._root)
         self._guard(group, device)
 
@@ -109,16 +104,26 @@ class Deferred:
                 mark(slot.get())
         # In the order of draws: each is made once then, and what one tensor leaves a generator at is the next's start.
         for slots in sorted(by_buffer.values(), key=lambda slots: self._tape.last_draw(slots[0][1].buffer)):
-            done: set[int] = set()
-            for (slot, _), value in zip(slots, self._tape.values([view for _, view in slots])):
-                if slot.kind == "attribute":
-                    if slot.get().is_meta:
-                        slot.put(value)
-                elif id(slot.get()) not in done:
-                    done.add(id(slot.get()))
-                    if same_start and slot.kind == "parameter":
-                        broadcast_whole([value], device.type, group)
-                    keep_own_part(slot.get(), value)
+            self._fill_buffer(slots, device, group, same_start)
+
+    def _fill_buffer(
+        self,
+        slots: Sequence[tuple[Slot, View]],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        same_start: bool,
+    ) -> None:
+        # A function of its own, so that nothing holds these values while the next ones are computed.
+        done: set[int] = set()
+        for (slot, _), value in zip(slots, self._tape.values([view for _, view in slots])):
+            if slot.kind == "attribute":
+                if slot.get().is_meta:
+                    slot.put(value)
+            elif id(slot.get()) not in done:
+                done.add(id(slot.get()))
+                if same_start and slot.kind == "parameter":
+                    broadcast_whole([value], device.type, group)
+                keep_own_part(slot.get(), value)
 
     def _guard(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """Refuse the first forward as long as a tensor has no value (**in place**; that forward is **collective**)."""
@@ -138,6 +143,15 @@ class Deferred:
             handle.remove()
 
         handle = self._root.register_forward_pre_hook(refuse, prepend=True)
+
+
+def settle(tape: Tape, random_states: Sequence[RandomState]) -> None:
+    """Leave every generator and every source of random numbers where ordinary construction would (**in place**)."""
+    for source in random_states:
+        settled = tape.settled(source.get())
+        if settled is not None:
+            source.set(settled)
+    tape.settle()
 
 
 def _replaced(tensor: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ def deferred_values(model: nn.Module, device: torch.device) -> Deferred | None:
     own = source is None
     if source is not None:
         source.recorder.close()
+        source.recorder.tape.check()  # here, where all ranks learn of it
     if source is None and not any(tensor.is_meta for tensor in (*root.parameters(), *root.buffers())):
         return None  # nothing else is looked into, which takes time in a large model
     if source is None:
@@ -78,6 +79,11 @@ def _initialise(root: nn.Module, source: Recording) -> None:
     for slot in slots(root):
         if slot.get().is_meta:
             source.recorder.adopt(slot.get())
+    order = list(reversed(list(_children_last(root))))
+    below: set[int] = set()  # modules with something to initialise in them or below
+    for module in order:
+        if any(id(child) in below for child in module.children()) or any(unset(s.get()) for s in slots_of(module)):
+            below.add(id(module))
     around: dict[int, Callable[[nn.Module], None]] = {}
     for module in root.modules():  # outer modules come first, inner ones override them
         own = getattr(module, "_init_weights", None)
@@ -86,8 +92,8 @@ def _initialise(root: nn.Module, source: Recording) -> None:
     whole = getattr(root, "init_weights", None)
     if not around and callable(whole):
         whole()
-    for module in reversed(list(_children_last(root))):
-        if id(module) in around and any(unset(slot.get()) for slot in slots_of(module)):
+    for module in order:
+        if id(module) in around and id(module) in below:  # it may initialise parameters of a child too
             around[id(module)](module)
         valued = [not unset(param) for param in module._parameters.values() if param is not None]
         names = _OWN if not any(valued) else _OWN_BUFFERS if all(valued) else ()

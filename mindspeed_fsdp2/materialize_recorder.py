@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ._torch_private import TorchDispatchMode, tree_flatten, tree_unflatten
+from ._torch_private import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
 from .errors import PlanError
 from .materialize_streams import default_generator
 from .materialize_tape import Buffer, Step, Tape, View
@@ -95,10 +95,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             return func(*args, **kwargs)
         if not tensors:
-            if not any(argument.name == "device" for argument in func._schema.arguments):
+            if not any(argument.name == "device" for argument in schema_of(func).arguments):
                 return func(*args, **kwargs)
             leaves, spec = tree_flatten((args, {"device": _HOST, **kwargs}))
-        elif all("Tensor" not in str(returned.type) for returned in func._schema.returns):
+        elif schema_of(func).returns and all("Tensor" not in str(given.type) for given in schema_of(func).returns):
             values = [self.value(leaf) if _is_meta(leaf) else leaf for leaf in leaves]  # a number decides what follows
             args, kwargs = tree_unflatten(values, spec)
             return func(*args, **kwargs)
@@ -115,7 +115,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise PlanError(f"meta_init: {name} writes values that are not there yet into a tensor made from data.")
         on_meta = [leaf.to(_META) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf for leaf in leaves]
         meta_args, meta_kwargs = tree_unflatten(on_meta, spec)
+        sizes = [tensor.untyped_storage().nbytes() for tensor in written]
         result = func(*meta_args, **_placed(meta_kwargs, _META))
+        if sizes != [tensor.untyped_storage().nbytes() for tensor in written]:
+            raise PlanError(f"meta_init: {name} gives a tensor other memory, which cannot be recorded.")
         writes = {self._known(tensor).buffer for tensor in written}
         outputs = [out for out in tree_flatten(result)[0]]
         fresh = {at: out for at, out in enumerate(outputs) if _is_meta(out) and self._unknown(out)}
@@ -195,7 +198,7 @@ def _placed(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    for at, argument in enumerate(func._schema.arguments):
+    for at, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = kwargs.get(argument.name) if argument.kwarg_only or at >= len(args) else args[at]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ._torch_private import unsaved_buffers
 from .materialize import MARK
 from .materialize_tape import View
 
@@ -61,7 +62,7 @@ def slots_of(module: nn.Module, prefix: str = "", seen: set[int] | None = None) 
             yield _slot(prefix + key, module._parameters, key, "parameter")
     for key, buffer in module._buffers.items():
         if buffer is not None:
-            kind = "cache" if key in module._non_persistent_buffers_set else "buffer"
+            kind = "cache" if key in unsaved_buffers(module) else "buffer"
             yield _slot(prefix + key, module._buffers, key, kind)
     for key, value in list(vars(module).items()):
         if key not in _SKIPPED:

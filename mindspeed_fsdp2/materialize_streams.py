@@ -95,17 +95,17 @@ class Streams:
             for generator, state in states:
                 generator.set_state(state)
 
-    def settle(self, make: Callable[[Draw], None]) -> None:
-        """Turn every generator's token into the state it stands for (**in place**).
+    def check(self) -> None:
+        """Raise ``PlanError`` if a generator was drawn from since the recording ended."""
+        for generator in self._generators.values():
+            if _key(generator.get_state()) not in self._tokens:
+                self._check(generator)
 
-        Raises:
-            PlanError: Random numbers were drawn since the recording ended.
-        """
+    def settle(self, make: Callable[[Draw], None]) -> None:
+        """Turn every generator's token into the state it stands for (**in place**)."""
         for generator in self._generators.values():
             state = self.settled(generator.get_state(), make)
-            if state is None:
-                self._check(generator)
-            else:
+            if state is not None:
                 generator.set_state(state)
 
     def settled(self, value: Any, make: Callable[[Draw], None]) -> Any:

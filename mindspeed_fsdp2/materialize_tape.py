@@ -123,6 +123,14 @@ class Tape:
         """Give back what :meth:`peek` keeps."""
         self._memory, self._done = {}, set()
 
+    def check(self) -> None:
+        """Raise unless every generator is where the recording left it, or was seeded since.
+
+        Raises:
+            PlanError: Random numbers were drawn since the recording ended.
+        """
+        self.streams.check()
+
     def settle(self) -> None:
         """Leave every generator where ordinary construction would have left it (**in place**)."""
         with torch.no_grad():

@@ -15,6 +15,8 @@ INDEX_FILE = ".metadata"  # the name torch.distributed.checkpoint gives it
 
 # Plain data classes, whose construction stores arguments and does nothing else.
 _CLASSES = {
+    "pathlib": {"PosixPath"},  # where a checkpoint of others was written to
+    "pathlib._local": {"PosixPath"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},  # name -> torch.layout, by a table
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -50,12 +52,13 @@ def _member(kind: Any, name: str) -> Any:
     return kind[name]
 
 
-def read_index(folder: Path, files: set[str]) -> Metadata:
+def read_index(folder: Path, files: set[str], skip_objects: bool = False) -> Metadata:
     """Return the index of the checkpoint in ``folder``.
 
     Args:
         folder: One checkpoint.
         files: Names of the files that belong to it; the index may point to no other.
+        skip_objects: Whether pickled objects are left out of the index, instead of refused.
 
     Raises:
         CheckpointError: It cannot be read, or holds anything but tensors in these files.
@@ -71,7 +74,10 @@ def read_index(folder: Path, files: set[str]) -> Metadata:
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise CheckpointError(f"{path}: this is not the index of a checkpoint. Load another checkpoint.")
     other = [key for key, entry in found.state_dict_metadata.items() if not isinstance(entry, TensorStorageMetadata)]
-    if other:
+    if other and skip_objects:
+        for key in other:
+            del found.state_dict_metadata[key]
+    elif other:
         raise CheckpointError(f"{path}: {other[0]!r} is not a tensor but a pickled object, which is never loaded.")
     strange = sorted({info.relative_path for info in found.storage_data.values()} - files)
     if strange:

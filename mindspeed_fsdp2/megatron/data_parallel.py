@@ -21,7 +21,7 @@ from ..config import load_config
 from ..errors import ConflictError
 from ..plan import below_wrappers
 from ..wrap import Host, shard_model
-from .meta_build import end_recording
+from .meta_build import end_recording, make_draws, refuse_left_on_meta
 from .model_facts import default_units, effective_config, tied_modules, tracker_states
 from .saving.contract import check_contract
 from .saving.dist_check import prepare_torch_dist
@@ -76,7 +76,10 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
         self.refused_load: tuple[Any, Exception] | None = None  # the values and why; load_checkpoint swallows errors
         own = getattr(below_wrappers(module), "fully_shard", None)
         kind = type(below_wrappers(module)).__name__  # sharding changes the class
+        if callable(own):
+            make_draws(module, (tracker_states(),))
         if callable(own) and own(process_group=process_group, fsdp2_config_path=args.fsdp2_config_path):
+            refuse_left_on_meta(below_wrappers(module))
             print_rank_0(f"FSDP2: {kind} sharded itself through its own fully_shard().")
             check_contract(below_wrappers(module), args)
             prepare_torch_dist(below_wrappers(module), args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from megatron.training import get_args
@@ -12,9 +12,10 @@ from torch import nn
 
 from ..errors import PlanError
 from ..materialize import find_recording, recording
+from ..materialize_fill import settle
+from ..plan.checks import some
+from ..rng import RandomState
 from .patcher import Patch
-
-_SHOWN = 8
 
 
 class MetaBuild:
@@ -60,10 +61,37 @@ def end_recording(model: nn.Module) -> None:
     found.recorder.close()
     there = [name for name, param in model.named_parameters() if param.device.type not in ("meta", "cpu")]
     if there:
-        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
         raise PlanError(
-            f"--init-model-with-meta-device: {', '.join(there[:_SHOWN])}{more} took memory on the device while the "
-            "model was built. Make them with torch.empty, or remove the flag."
+            f"--init-model-with-meta-device: {some(there)} took memory on the device while the model was built. Make "
+            "them with torch.empty, or remove the flag."
+        )
+
+
+def make_draws(model: nn.Module, random_states: Sequence[RandomState]) -> None:
+    """Leave the random generators where ordinary construction would (**in place**); does nothing without a recording.
+
+    For a model that shards and initialises itself, from states that mean something.
+
+    Args:
+        model: The built model.
+        random_states: Sources with states of their own.
+    """
+    found = find_recording(model)
+    if found is not None:
+        settle(found.recorder.tape, random_states)
+
+
+def refuse_left_on_meta(model: nn.Module) -> None:
+    """Raise if a model that sharded itself has tensors without memory.
+
+    Raises:
+        PlanError: Names them.
+    """
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if left := [name for name, tensor in tensors if tensor.is_meta]:
+        raise PlanError(
+            f"--init-model-with-meta-device: the model's own fully_shard() left {some(left)} on the meta device. Call "
+            "to_empty() and init_weights() in it, or remove the flag."
         )
 
 

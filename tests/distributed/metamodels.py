@@ -137,6 +137,8 @@ class Odd(nn.Module):
         with torch.no_grad():
             self.follows.weight.copy_(self.first.weight * 2)
             self.first.weight.add_(torch.randn_like(self.first.weight) * 0.01)
+            torch._foreach_mul_([self.second.weight, self.second.bias], 0.5)
+            torch.add(self.again.bias, 1, out=self.again.bias)
         for param in self.parameters():
             if param.dim() == 2 and param.requires_grad:
                 param.data.mul_(1.25)

@@ -230,6 +230,40 @@ def test_models_that_initialise_themselves(ranks2: RankPool, kind: str, expected
     assert ranks2.run(own_methods, kind) == [expected] * 2
 
 
+class Scaled(nn.Module):
+    """Initialised by the method of the model around, which looks into it from above, as GPT-2's in Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.table = nn.Embedding(9, 4)
+        self.norm = nn.LayerNorm(4)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(std=0.02)
+        if isinstance(module, nn.Linear):
+            module.bias.data.zero_()
+        for name, param in module.named_parameters():
+            if name == "1.weight":
+                param.data.normal_(std=0.5)
+
+
+def from_above() -> list[str]:
+    torch.manual_seed(2)
+    with torch.device("meta"):
+        model = Scaled()
+    wrap_model(model, {"sharding_size": "auto", "sub_modules_to_wrap": ["inner.{*}"]})
+    expected = Scaled()
+    torch.manual_seed(2)
+    expected.apply(expected._init_weights)
+    return different(tensors(expected), tensors(model))
+
+
+def test_an_outer_method_initialises_inner_parameters(ranks2: RankPool) -> None:
+    assert ranks2.run(from_above) == [[], []]
+
+
 def loaded_later(complete: bool) -> str:
     torch.manual_seed(2)
     values = Own("bare").state_dict()
@@ -377,6 +411,22 @@ def uneven_meta() -> str:
     except PlanError as error:
         return str(error)
     return "nothing"
+
+
+def one_draws() -> str:
+    with meta_init():
+        model = nn.Linear(2, 2)
+    if dist.get_rank():
+        torch.rand(1)
+    try:
+        wrap_model(model, {"sharding_size": "auto", "sub_modules_to_wrap": []})
+    except PlanError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_draw_on_one_rank_ends_all(ranks2: RankPool) -> None:
+    assert ranks2.run(one_draws) == ["on rank 1 of 2: " + REFUSED["drawn"][1]] * 2
 
 
 def test_ranks_must_agree_on_what_is_on_meta(ranks2: RankPool) -> None:

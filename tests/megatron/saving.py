@@ -71,6 +71,11 @@ class Runs:
         argv = [*self._argv(flags, ranks), "--ckpt-format", ckpt_format, *extra]
         return self._run(argv, ranks, False, "", None, True)
 
+    def stock(self, *extra: str, flags: Flags | None = None, ranks: int = 2) -> JobResult:
+        """Run with Megatron's own FSDP2 and without the plugin."""
+        argv = [*self._argv(flags, ranks), "--use-torch-fsdp2", "--ckpt-format", "torch_dcp", *extra]
+        return self._run(argv, ranks, False, "", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, True)
+
     def _argv(self, flags: Flags | None, ranks: int) -> list[str]:
         size = {"train_iters": "10", "global_batch_size": str(BATCH), "micro_batch_size": str(BATCH // ranks)}
         return tiny_gpt(self.data, **{**size, **(flags or {})})

@@ -105,6 +105,13 @@ ROWS = (
         {**DROPOUT, **MOE, "bf16": None, "moe_router_enable_expert_bias": None, "moe_router_score_function": "sigmoid"},
     ),
     Row("tied", DROPOUT, drop=("--untie-embeddings-and-output-weights",)),
+    Row(
+        "sequence-parallel",
+        {**DROPOUT, **TP2, "sequence_parallel": None},
+        ranks=4,
+        specs="own_layers",
+    ),
+    Row("declined-fully-shard", DROPOUT, specs="declined_fully_shard"),
     Row("one-rank", DROPOUT, ranks=1),
     Row("three-ranks", {**DROPOUT, "global_batch_size": "6"}, ranks=3),
     Row("hsdp", DROPOUT, {"sharding_size": 2}, ranks=4),
@@ -160,3 +167,14 @@ def test_weights_without_value_are_refused_and_loaded_ones_train(run: Runs, tmp_
             "decoder.layers.1.mlp.linear_fc1.weight and 2 more, so it cannot run yet. "
         ) in rank.stderr
         assert not rank.losses
+
+
+@pytest.mark.slow
+def test_a_model_that_shards_itself_must_leave_nothing_on_meta(run: Runs) -> None:
+    failed = run(META, specs="own_fully_shard", check=False)
+    for rank in failed.ranks:
+        assert rank.exitcode == 1 and not rank.losses
+        assert (
+            "mindspeed_fsdp2: --init-model-with-meta-device: the model's own fully_shard() left "
+            "embedding.word_embeddings.weight, "
+        ) in rank.stderr

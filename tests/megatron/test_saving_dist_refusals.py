@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -131,6 +132,11 @@ def test_distributed_optimizer_of_ddp(runs: Runs, layout: list[str]) -> None:
         )
     loaded = runs.run(Setup(3), "--load", folder, "--no-load-optim", steps=3)
     assert unequal("params", loaded.ranks[2].extra["start"], saved.ranks[0].params) == []
+    # A released checkpoint is loaded without optimizer state whatever it holds.
+    Path(folder, "iter_0000002").rename(Path(folder, "release"))
+    Path(folder, "latest_checkpointed_iteration.txt").write_text("release")
+    released = runs.run(Setup(), "--load", folder, steps=1)
+    assert unequal("params", released.ranks[0].extra["start"], saved.ranks[0].params) == []
 
 
 @pytest.mark.slow

@@ -75,6 +75,13 @@ def test_pretrained_weights_of_ddp(
 
 
 @pytest.mark.slow
+def test_weights_of_megatrons_own_fsdp2(runs: Runs, tmp_path: Path) -> None:
+    stock = runs.stock(*five_steps(str(tmp_path)))
+    run = runs.fsdp2("--load", str(tmp_path), "--finetune", "--exit-interval", "1", ranks=3)
+    assert unequal("params", run.ranks[0].extra["start"], stock.ranks[0].params) == []
+
+
+@pytest.mark.slow
 def test_what_was_not_saved_is_not_loaded(runs: Runs) -> None:
     folder = str(runs.folder / "less")
     run = runs.fsdp2(*five_steps(folder), "--no-save-optim", "--no-save-rng")

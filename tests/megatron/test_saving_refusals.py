@@ -167,8 +167,8 @@ CASES = (
     ),
     Case(
         "stock torch_dcp",
-        "{ckpt}: Megatron wrote it in torch_dcp without mindspeed_fsdp2, with optimizer state by position, that cannot be "
-        "resumed. Save it in torch_dist with the program that wrote it.",
+        "{ckpt}: Megatron wrote it in torch_dcp without mindspeed_fsdp2, with optimizer state by position and everything "
+        "else pickled. --finetune loads its weights.",
         damage=lambda directory: (directory / "iter_0000004" / "checkpoint.json").unlink(),
     ),
     Case(

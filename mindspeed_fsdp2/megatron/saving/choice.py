@@ -58,11 +58,15 @@ def examine(folder: Path, args: Namespace | None, optimizer: bool) -> None:
     kind = kind_of(folder)
     if args is None:
         return
+    if kind == STOCK_DCP and args.ckpt_format == TORCH_DCP:
+        if not args.finetune:
+            raise CheckpointError(
+                f"{folder}: Megatron wrote it in torch_dcp without mindspeed_fsdp2, with optimizer state by position "
+                "and everything else pickled. --finetune loads its weights."
+            )
+        return
     if kind == STOCK_DCP:
-        raise CheckpointError(
-            f"{folder}: Megatron wrote it in torch_dcp without mindspeed_fsdp2, with optimizer state by position, that "
-            "cannot be resumed. Save it in torch_dist with the program that wrote it."
-        )
+        kind = TORCH_DCP
     if kind == LEGACY and optimizer:
         raise CheckpointError(
             f"{folder}: it is in Megatron's legacy torch format, whose optimizer state is that of unsharded parameters "

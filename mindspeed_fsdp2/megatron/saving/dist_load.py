@@ -7,6 +7,7 @@ import inspect
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -94,7 +95,7 @@ def check_contents(sharded_state_dict: Any, checkpoint_dir: str, wants_optimizer
             if not isinstance(entry, ShardedObject)
         }
         found = _differences(asked, stored, flexible)
-        if wants_optimizer and (reason := _no_optimizer_state(load_common_state_dict(checkpoint_dir).get("args"))):
+        if wants_optimizer and (reason := _no_optimizer_state(sharded_state_dict, checkpoint_dir)):
             found = [_Difference(reason, f"Add {_WEIGHTS_ONLY}.", False)]
         if wrong := [each for each in found if not (partial and each.keys)]:
             raise CheckpointError("\n".join(f"{what}: {each.text}. {each.remedy}" for each in wrong))
@@ -103,11 +104,14 @@ def check_contents(sharded_state_dict: Any, checkpoint_dir: str, wants_optimizer
     return agree(compare, lambda _: "", None, what)
 
 
-def _no_optimizer_state(saved_by: Any) -> str | None:
-    if getattr(saved_by, "no_save_optim", False):
+def _no_optimizer_state(asked: Any, folder: str) -> str | None:
+    """Return why the checkpoint has no optimizer state for this run, which Megatron would notice after reading it."""
+    saved_by = load_common_state_dict(folder).get("args")
+    if "optimizer" in asked:
+        if getattr(saved_by, "use_distributed_optimizer", False):
+            return "its optimizer state is that of --use-distributed-optimizer, which only such a run can load"
+    elif getattr(saved_by, "no_save_optim", False) and Path(folder).name != "release":
         return "it holds no optimizer state (--no-save-optim)"
-    if getattr(saved_by, "use_distributed_optimizer", False):
-        return "its optimizer state is that of --use-distributed-optimizer, which only such a run can load"
     return None
 
 

@@ -29,17 +29,18 @@ _MEGATRON_MAIN = "fp32_from_fp16_params"
 
 
 def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer's ``sharded_state_dict`` that also knows shards; without any, ``original`` is called."""
+    """Return an optimizer's ``sharded_state_dict`` for models under FSDP2; for others it is ``original``."""
 
     @functools.wraps(original)
     def sharded_state_dict(
         self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        if not _has_shards(self):
+        entries = parameter_entries(model_sharded_state_dict)
+        if not entries:
             return original(self, model_sharded_state_dict, is_loading, *args, **kwargs)
         if is_loading:
             _fill_states(self)
-        return _sharded_state(self, parameter_entries(model_sharded_state_dict), is_loading)
+        return _sharded_state(self, entries, is_loading)
 
     return sharded_state_dict
 
@@ -68,10 +69,6 @@ def wrap_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         _restore_steps(self, {number: steps[name] for number, name in names.items() if name in steps})
 
     return load_state_dict
-
-
-def _has_shards(optimizer: Any) -> bool:
-    return any(isinstance(param, DTensor) for param in _parameters(optimizer))
 
 
 def _parameters(optimizer: Any) -> list[torch.Tensor]:

@@ -17,11 +17,12 @@ from ...checkpoint.coordination import Coordination, coordination_of
 from ...errors import CheckpointError
 from .choice import check_directory, examine
 from .dcp_read import Wanted, read
-from .folders import TORCH_DCP, kind_of, unfinished_in
+from .folders import STOCK_DCP, TORCH_DCP, kind_of, unfinished_in
 from .model_values import round_to_bf16
 from .named_optimizer import NamedOptimizer
 from .plain_state import read_state
 from .save_seams import root_of, sharded_run
+from .stock_dcp import read_weights
 
 logger = logging.getLogger("mindspeed_fsdp2")
 
@@ -114,7 +115,7 @@ class LoadSeams:
                 raise CheckpointError(f"{loading.folder}: it cannot be loaded; Megatron says why above.") from end
             finally:
                 self._loading = None
-            for chunk in given["ddp_model"]:
+            for chunk in given["ddp_model"] if isinstance(given["ddp_model"], list) else [given["ddp_model"]]:
                 if (refused := getattr(chunk, "refused_load", None)) is not None:  # swallowed where strict is off
                     raise refused[1]
             _downcast(loading, root)
@@ -154,7 +155,11 @@ class LoadSeams:
             if loading is None or not ours or state_dict.get("optimizer") is not loading.named:
                 return original(state_dict, *rest, **named)
             reader = rest[0] if rest else named["storage_reader"]
-            read(state_dict, Path(reader.path), loading.ranks, loading.wanted())
+            folder, wanted = Path(reader.path), loading.wanted()
+            if kind_of(folder) == STOCK_DCP:
+                read_weights(state_dict, folder, loading.ranks, wanted.partial)
+            else:
+                read(state_dict, folder, loading.ranks, wanted)
             return None
 
         return load_state_dict
