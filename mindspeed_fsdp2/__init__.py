@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         PlanError,
     )
     from .full_params import full_parameters
+    from .full_state import load_full_state_dict
+    from .materialize import meta_init
     from .plan import FSDP2Plan, build_plan
     from .wrap import wrap_model
 
@@ -45,6 +47,8 @@ _HOME = {
     "list_checkpoints": "checkpoint",
     "load_checkpoint": "checkpoint",
     "load_config": "config",
+    "load_full_state_dict": "full_state",
+    "meta_init": "materialize",
     "save_checkpoint": "checkpoint",
     "save_checkpoint_async": "checkpoint",
     "wrap_model": "wrap",
@@ -67,6 +71,8 @@ __all__ = [
     "list_checkpoints",
     "load_checkpoint",
     "load_config",
+    "load_full_state_dict",
+    "meta_init",
     "save_checkpoint",
     "save_checkpoint_async",
     "wrap_model",

@@ -27,7 +27,7 @@ from .guards import (
     refuse_deepcopy,
     watch_optimizers,
 )
-from .materialize_fill import Deferred
+from .materialize.fill import Deferred
 from .mesh import replicate_group
 from .misuse import guard_misuse
 from .param_attrs import kept_param_attrs

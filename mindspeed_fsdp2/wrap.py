@@ -17,8 +17,8 @@ from .apply import Sharded, apply_plan
 from .config import FSDP2Config, load_config
 from .device import check_device_type, current_device, find_device_type
 from .errors import ConfigError, PlanError
-from .materialize_fill import Deferred
-from .materialize_find import deferred_values
+from .materialize.fill import Deferred
+from .materialize.find import deferred_values
 from .mesh import build_mesh
 from .plan import DefaultUnits, FSDP2Plan, Tie, build_plan
 from .rng import RandomState, random_states

@@ -11,8 +11,8 @@ from megatron.training import get_args
 from torch import nn
 
 from ..errors import PlanError
-from ..materialize import find_recording, recording
-from ..materialize_fill import settle
+from ..materialize.build import find_recording, recording
+from ..materialize.fill import settle
 from ..plan.checks import some
 from ..rng import RandomState
 from .patcher import Patch

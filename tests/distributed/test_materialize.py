@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from mindspeed_fsdp2 import PlanError, wrap_model
+from mindspeed_fsdp2 import PlanError, load_checkpoint, save_checkpoint, wrap_model
 from mindspeed_fsdp2.materialize import meta_init
 from tests.distributed.metamodels import VOCAB, Block, Net, Rotary, build, different, peak_bytes, tensors
 from tests.distributed.ranks import RankPool
@@ -286,6 +288,26 @@ def loaded_later(complete: bool) -> str:
 def test_what_is_loaded_later_counts(ranks2: RankPool) -> None:
     assert ranks2.run(loaded_later, True) == ["ran"] * 2
     assert ranks2.run(loaded_later, False) == [NOTHING.replace("bare, whole", "bare")] * 2
+
+
+def loaded_checkpoint(folder: str) -> list[str]:
+    config = {"sharding_size": "auto", "sub_modules_to_wrap": ["body.0"]}
+    torch.manual_seed(6)
+    saved = Own("bare")
+    saved._init_all()
+    wrap_model(saved, config)
+    save_checkpoint(folder, saved, step=1)
+    with torch.device("meta"):
+        model = Own("bare")
+    wrap_model(model, config)
+    load_checkpoint(folder, model)
+    bad = different(tensors(saved), tensors(model))
+    model(torch.ones(4, 6)).sum().backward()
+    return bad
+
+
+def test_a_checkpoint_gives_the_values(ranks2: RankPool, tmp_path: Path) -> None:
+    assert ranks2.run(loaded_checkpoint, os.fspath(tmp_path)) == [[], []]
 
 
 def refused(case: str) -> str:

@@ -33,7 +33,7 @@ LAYERS = [
         "unit_order",
     },
     {"plan", "misuse"},
-    {f"materialize{part}" for part in ("", "_streams", "_tape", "_recorder", "_slots", "_fill", "_find")},
+    {"materialize"},
     {"apply"},
     {"wrap", "accumulation", "full_params", "full_state", "clipping", "checkpoint"},
     {

@@ -29,6 +29,8 @@ PUBLIC = [
     "list_checkpoints",
     "load_checkpoint",
     "load_config",
+    "load_full_state_dict",
+    "meta_init",
     "save_checkpoint",
     "save_checkpoint_async",
     "wrap_model",

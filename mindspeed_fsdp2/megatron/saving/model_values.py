@@ -57,6 +57,7 @@ def load_values(module: nn.Module, values: Mapping[str, Any], strict: bool, firs
             f"load_state_dict: the values do not fit the model:\n  {listed}\nBuild the model with the flags that they "
             "were saved with."
         )
+    missing = [key for key in missing if own[key] is not None]  # Megatron's local layers answer None for extra state
     if (missing or unexpected) and first_rank:
         logger.warning(
             "load_state_dict: kept as they were: %s; not used: %s",

@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from .materialize_recorder import Recorder
+from .recorder import Recorder
 
 MARK = "_mindspeed_fsdp2_recording"
 _FROM_DATA = ("tensor", "as_tensor", "asarray")  # by name: CPU mode puts other functions in their place

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ._torch_private import TreeSpec, tree_flatten, tree_unflatten
-from .materialize_streams import Draw, Streams
+from .._torch_private import TreeSpec, tree_flatten, tree_unflatten
+from .streams import Draw, Streams
 
 
 @dataclass(eq=False)

@@ -11,14 +11,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from .errors import PlanError
-from .materialize import Recording, forget_recording
-from .materialize_slots import Slot, is_marked, mark
-from .materialize_tape import Tape, View
-from .plan import Unit
-from .plan.checks import some
-from .rng import RandomState
-from .start_values import broadcast_whole, keep_own_part
+from ..errors import PlanError
+from ..plan import Unit
+from ..plan.checks import some
+from ..rng import RandomState
+from ..start_values import broadcast_whole, keep_own_part
+from .build import Recording, forget_recording
+from .slots import Slot, is_marked, mark
+from .tape import Tape, View
 
 
 class Deferred:

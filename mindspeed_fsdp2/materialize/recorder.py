@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ._torch_private import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
-from .errors import PlanError
-from .materialize_streams import default_generator
-from .materialize_tape import Buffer, Step, Tape, View
+from .._torch_private import TorchDispatchMode, schema_of, tree_flatten, tree_unflatten
+from ..errors import PlanError
+from .streams import default_generator
+from .tape import Buffer, Step, Tape, View
 
 _META = torch.device("meta")
 _HOST = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ._torch_private import unsaved_buffers
-from .materialize import MARK
-from .materialize_tape import View
+from .._torch_private import unsaved_buffers
+from .build import MARK
+from .tape import View
 
 _SKIPPED = ("_parameters", "_buffers", "_modules", MARK)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from .errors import PlanError
-from .materialize import Recording, find_recording, recording
-from .materialize_fill import Deferred
-from .materialize_slots import Slot, no_mark, slots, slots_of
-from .plan import below_wrappers
-from .plan.checks import some
+from ..errors import PlanError
+from ..plan import below_wrappers
+from ..plan.checks import some
+from .build import Recording, find_recording, recording
+from .fill import Deferred
+from .slots import Slot, no_mark, slots, slots_of
 
 _OWN_BUFFERS = ("reset_running_stats", "reset_buffers", "init_buffers")
 _OWN = ("reset_parameters", "_reset_parameters", "init_weights")

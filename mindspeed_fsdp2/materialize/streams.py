@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .device import device_module
-from .errors import PlanError
+from ..device import device_module
+from ..errors import PlanError
 
 _FAMILY = 0x4D45  # upper 16 bits of every seed set here
 
