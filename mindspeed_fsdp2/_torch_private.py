@@ -31,11 +31,15 @@ __all__ = [
     "apply_to_tensors",
     "before_reduction",
     "drop_pending",
+    "gradient_hooks",
     "has_gradient_hooks",
     "in_backward",
+    "keep_in_reduce_dtype",
     "prepare_unit_class",
     "queue_callback",
+    "reduction_hooks",
     "schema_of",
+    "set_reduction_hooks",
     "tree_flatten",
     "tree_unflatten",
     "unsaved_buffers",
@@ -75,6 +79,32 @@ def _after_listener(group: Any, listener: Callable[[bool, bool], None]) -> Calla
         original(*unused)
 
     return post_backward
+
+
+def keep_in_reduce_dtype(unit: nn.Module) -> None:
+    """Keep the gradients of ``unit`` as FSDP keeps those of earlier micro-batches, in the reduce dtype (**in place**).
+
+    FSDP reduces kept and new gradients of one unit together only if they have one dtype.
+    """
+    for group in _param_groups(unit):
+        for param in group.fsdp_params:
+            if param.unsharded_accumulated_grad is None and hasattr(param, "_unsharded_param"):
+                param.to_accumulated_grad_if_needed()
+
+
+def gradient_hooks(param: nn.Parameter) -> Any:
+    """Return the hooks of ``register_hook`` on ``param``; tensors have no public list of them."""
+    return param._backward_hooks
+
+
+def reduction_hooks(param: nn.Parameter) -> Any:
+    """Return the hooks that FSDP calls when the gradient of the shard ``param`` has been reduced; None without any."""
+    return param._post_accumulate_grad_hooks
+
+
+def set_reduction_hooks(param: nn.Parameter, hooks: Any) -> None:
+    """Put back what :func:`reduction_hooks` returned, or None to take the hooks away for a while (**in place**)."""
+    param._post_accumulate_grad_hooks = hooks
 
 
 def drop_pending(unit: nn.Module) -> None:

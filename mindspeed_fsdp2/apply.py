@@ -75,6 +75,7 @@ class Sharded:
 
 def sharded(model: nn.Module) -> Sharded | None:
     """Return what :func:`apply_plan` attached to ``model`` (or to the module below its wrappers), if anything."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile(model) returns
     found = vars(below_wrappers(model)).get(_HANDLE)
     return found if isinstance(found, Sharded) else None
 
@@ -162,12 +163,12 @@ def _guard(
 ) -> None:
     units = {unit.name: [modules[fqn] for fqn in unit.fqns] for unit in plan.units}
     several = dist.get_world_size(group) > 1
-    grads = UnitGradients(root, units, group, device, state, backward) if several else None
+    grads = UnitGradients(root, units, group, device, state, backward)
     hides_sums = replicate_group(mesh) is not None or plan.config.reduce_grads == "last_microbatch"
     recovery = Recovery(root, state, backward, grads, hides_sums, group, device)
-    watch_optimizers(root, state, backward)
+    watch_optimizers(root, state, backward, grads)
     refuse_deepcopy(root)
-    complete_zero_grad(root, recovery)
+    complete_zero_grad(root, recovery, grads)
     refuse_conversion(root)
     explain_sharded_use({fqn or "the model": modules[fqn] for unit in plan.units for fqn in unit.fqns})
     guard_misuse(plan, root, modules, group, device, state)

@@ -8,17 +8,24 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from .hidden_outputs import tensors_in
 from .step_state import StepState
 
 
-def reshard_after_evaluation(state: StepState, module: nn.Module, _args: Any, _output: Any) -> None:
+def reshard_after_evaluation(state: StepState, module: nn.Module, _args: Any, output: Any) -> None:
     """Reshard every unit of ``module`` after a forward that no backward follows; a forward hook of the root."""
     # What stays gathered for a backward that never comes (the root; every unit that is not resharded, or to fewer
     # ranks) would be used with its old values after the next step, and an optimizer built now would hold dead
     # tensors. A backward in evaluation mode gathers again.
-    if state.gathered or (torch.is_grad_enabled() and module.training):
+    if state.gathered or (torch.is_grad_enabled() and module.training and not _without_backward(module, output)):
         return
     reshard_all(module)
+
+
+def _without_backward(module: nn.Module, output: Any) -> bool:
+    """Return whether nothing is trainable, as where a generator is frozen while its discriminator learns."""
+    tensors = tensors_in(output, opaque=True)
+    return not any(p.requires_grad for p in module.parameters()) and not any(t.requires_grad for t in tensors)
 
 
 def reshard_all(module: nn.Module) -> None:

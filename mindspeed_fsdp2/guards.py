@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .backward import Backward
@@ -16,6 +17,7 @@ from .errors import FSDP2Error
 from .gathering import reshard_all
 from .recovery import Recovery
 from .step_state import StepState
+from .unit_grads import UnitGradients
 
 _REPLACED = "_mindspeed_fsdp2_replaced"
 _GATHERED = "_mindspeed_fsdp2_gathered"
@@ -32,7 +34,7 @@ def mark_replaced(params: Mapping[str, nn.Parameter]) -> None:
         setattr(param, _REPLACED, name)
 
 
-def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> None:
+def watch_optimizers(root: nn.Module, state: StepState, backward: Backward, units: UnitGradients) -> None:
     """Keep optimizers and gathered parameters apart for as long as ``root`` lives.
 
     An optimizer built before the model was wrapped, or between a forward and its backward, holds parameters that the
@@ -44,10 +46,12 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> N
         root: The root unit's module, every unit sharded.
         state: Tells whether a micro-batch is held.
         backward: Announces backwards, and knows of failed ones.
+        units: Lets shards follow what was frozen while they were gathered.
     """
     own = {id(param) for param in root.parameters()}
-    model, watch = weakref.ref(root), weakref.ref(backward)  # whose listeners hold the model
+    model, watch, grads = weakref.ref(root), weakref.ref(backward), weakref.ref(units)  # the latter hold the model
     seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+    sizes: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
     def note_forward(module: nn.Module, _args: Any, _output: Any) -> None:
         if not any(seen.values()):  # once an optimizer is known to hold the right ones, no other is expected
@@ -59,12 +63,16 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> N
         state.unfinished = state.holding
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if optimizer not in seen:
+        module, backward, units = model(), watch(), grads()
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        if sizes.get(optimizer) != size:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             _refuse_stale(params)
+            if module is not None:
+                _refuse_added(params, own, module)
             seen[optimizer] = any(id(param) in own for param in params)
-        module, backward = model(), watch()
-        if module is None or backward is None or not seen[optimizer]:
+            sizes[optimizer] = size
+        if module is None or backward is None or units is None or not seen[optimizer]:
             return
         if state.unfinished:
             raise FSDP2Error(
@@ -79,6 +87,7 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> N
         # Any forward since the backward, of the root or of a part of it, may have left units gathered; the next one
         # would compute with the values of before the step. An optimizer that steps inside backward leaves them be.
         if not backward.running:
+            units.follow_freezing()
             reshard_all(module)
 
     root.register_forward_hook(note_forward)
@@ -100,7 +109,18 @@ def _refuse_stale(params: Sequence[nn.Parameter]) -> None:
             )
 
 
-def complete_zero_grad(root: nn.Module, recovery: Recovery) -> None:
+def _refuse_added(params: Sequence[nn.Parameter], own: set[int], module: nn.Module) -> None:
+    names = {id(param): name for name, param in module.named_parameters() if not isinstance(param, DTensor)}
+    added = [names[id(param)] for param in params if id(param) in names and id(param) not in own]
+    if added:
+        more = f" and {len(added) - 3} more" if len(added) > 3 else ""
+        raise FSDP2Error(
+            f"optimizer: it holds parameters that came into the model after wrap_model: {', '.join(added[:3])}{more}. "
+            "Their gradients would not be averaged over the ranks. Add modules before wrap_model."
+        )
+
+
+def complete_zero_grad(root: nn.Module, recovery: Recovery, units: UnitGradients) -> None:
     """Let ``zero_grad`` reach gradients it would not see (**in place**).
 
     Those of parameters that a forward without a backward left gathered, and what a step that was given up left behind.
@@ -110,6 +130,7 @@ def complete_zero_grad(root: nn.Module, recovery: Recovery) -> None:
     @functools.wraps(original)
     def zero_grad(set_to_none: bool = True) -> None:
         recovery.drop()
+        units.follow_freezing()
         reshard_all(root)
         original(set_to_none)
 

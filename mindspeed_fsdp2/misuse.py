@@ -14,9 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from ._torch_private import gradient_hooks
 from .buffers import RunningStatistics
 from .errors import FSDP2Error
 from .hidden_outputs import refuse_hidden_outputs, refuse_unreduced, tensors_in
+from .input_grads import let_inputs_require_grad
 from .plan import FSDP2Plan, Unit
 from .step_state import StepState
 
@@ -60,8 +62,26 @@ def guard_misuse(
         for fqn in unit.fqns:
             modules[fqn].forward = _explained_dtypes(unit, inner, modules[fqn].forward)
     _guard_leaves(root, {module: name for name, members in units.items() for module in members})
+    _refuse_late_hooks(root)
     if dist.get_world_size(group) > 1:
         RunningStatistics(root, group, device, state)
+        if plan.config.optional_modules:
+            let_inputs_require_grad(module for members in units.values() for module in members if module is not root)
+
+
+def _refuse_late_hooks(root: nn.Module) -> None:
+    """Refuse hooks on shards that FSDP, which sets their gradients, would never call (**in place**)."""
+    shards = [(name, p, len(gradient_hooks(p) or ())) for name, p in root.named_parameters() if isinstance(p, DTensor)]
+
+    def check(_module: nn.Module, _args: Any) -> None:
+        for name, shard, ours in shards:
+            if len(gradient_hooks(shard) or ()) > ours:
+                raise FSDP2Error(
+                    f"{name}: a hook of register_hook on a sharded parameter is never called, for FSDP2 sets its "
+                    "gradient. Use register_post_accumulate_grad_hook, which sees the averaged gradient in param.grad."
+                )
+
+    root.register_forward_pre_hook(check)
 
 
 def _watch_gradients(_module: nn.Module, _args: Any, output: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,13 +36,14 @@ def apply_recompute(
         module.forward = run(fqn, module, module.forward, tuple(random_states))
 
 
-class _SameDraws:
-    """Calls a function again with the random states of its first call.
+class _SameAgain:
+    """Calls a function again with the random states of its first call, and without moving running statistics.
 
     One object per forward call: the first call is the forward, every later one a recomputation.
     """
 
-    def __init__(self, states: Sequence[rng.RandomState]) -> None:
+    def __init__(self, module: nn.Module, states: Sequence[rng.RandomState]) -> None:
+        self._module = module
         self._states = states
         self._first: list[Any] | None = None
 
@@ -52,9 +54,30 @@ class _SameDraws:
         outer = rng.snapshot(self._states)
         rng.restore(self._states, self._first)
         try:
-            return function()
+            with _still(self._module):
+                return function()
         finally:  # non-reentrant recomputation stops early by raising through here
             rng.restore(self._states, outer)
+
+
+@contextmanager
+def _still(module: nn.Module) -> Iterator[None]:
+    """Keep running statistics as they are: the forward has updated them, once per micro-batch."""
+    norms: list[Any] = [
+        norm
+        for norm in module.modules()
+        if isinstance(getattr(norm, "num_batches_tracked", None), torch.Tensor) and hasattr(norm, "momentum")
+    ]
+    momentums = [norm.momentum for norm in norms]
+    counts = [norm.num_batches_tracked.clone() for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum, count in zip(norms, momentums, counts):
+            norm.momentum = momentum
+            norm.num_batches_tracked.copy_(count)
 
 
 def _non_reentrant(
@@ -64,7 +87,7 @@ def _non_reentrant(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        draws = _SameDraws(states)
+        draws = _SameAgain(module, states)
 
         def run(*inner: Any, **inner_kwargs: Any) -> Any:
             return draws(lambda: forward(*inner, **inner_kwargs))
@@ -89,7 +112,7 @@ def _reentrant(
             _check_frozen(fqn, module)
             return forward(*args, **kwargs)  # no backward comes here
         kept = [isinstance(leaf, torch.Tensor) and is_kept(leaf) for leaf in leaves]
-        draws = _SameDraws(states)
+        draws = _SameAgain(module, states)
         out_spec: list[TreeSpec] = []
 
         def run(*flat: Any) -> Any:

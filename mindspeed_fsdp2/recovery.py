@@ -37,7 +37,8 @@ class _Mark:
         return self.param.grad is not self.grad or self.grad._version != self.version
 
     def remove(self) -> None:
-        if self.added and self.param.grad is self.grad:
+        # A backward that nobody announced may have added to the zeros of a gathered parameter.
+        if self.added and self.param.grad is self.grad and self.grad._version == self.version:
             self.param.grad = None
 
 
@@ -48,9 +49,9 @@ class Recovery:
     replicas. ``optimizer.zero_grad()`` does not reach them, and after an exception FSDP takes the next forward for a
     part of the one before.
 
-    So between micro-batches a parameter carries a gradient of zeros while such sums exist: once it is gone, the trainer
-    has dropped the step's gradients, and the sums are dropped too. After an exception in backward, training goes on
-    only when all gradients have been dropped.
+    So between micro-batches every parameter carries a gradient, of zeros that take no memory where it has none: once
+    they are gone, the trainer has dropped the step's gradients, and the sums are dropped too. After an exception in
+    backward, training goes on only when all gradients have been dropped.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Recovery:
         root: nn.Module,
         state: StepState,
         backward: Backward,
-        units: UnitGradients | None,
+        units: UnitGradients,
         hides_sums: bool,
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -69,7 +70,7 @@ class Recovery:
             root: The root unit's module, every unit sharded.
             state: Tells whether a step is unfinished.
             backward: Announces forwards and backwards, and knows of exceptions.
-            units: What else remembers a step; None on one rank.
+            units: What else remembers a step.
             hides_sums: Whether FSDP keeps sums outside of ``grad`` between micro-batches.
             group: All data-parallel ranks.
             device: Where their collectives run.
@@ -80,12 +81,15 @@ class Recovery:
         self._units = units
         self._group = group
         self._device = device
+        self._names = {id(param): name for name, param in root.named_parameters()}
         self._params = list(root.parameters())
         self._hides_sums = hides_sums
-        self._marked = _smallest_shard(root)
+        self._whole = {id(param) for param in self._params if not isinstance(param, DTensor)}
+        self._shards = [param for param in self._params if isinstance(param, DTensor)]
+        self._zeros: dict[int, torch.Tensor] = {}  # id of a shard -> its mark
         self._marks: list[_Mark] = []
         backward.on_forward(self._before_forward)
-        backward.on_begin(self._remove_marks)
+        backward.on_begin(self._begin)
         backward.on_end(self._after_backward)
 
     def drop(self) -> None:
@@ -95,16 +99,39 @@ class Recovery:
             FSDP2Error: After an exception: this version of torch cannot go on, or the ranks stopped at different
                 places.
         """
-        if self._backward.stopped():
+        stopped = self._backward.stopped()
+        if stopped:
             self._reset()
-        if self._state.unfinished:
-            self._remove_marks()
-            for unit in self._root.modules():
-                if isinstance(unit, FSDPModule):
-                    drop_pending(unit)
+        if stopped or self._state.unfinished:
+            self._drop_sums()
             self._state.unfinished = False
-        if self._units is not None:
+        self._units.forget()
+
+    def _drop_sums(self) -> None:
+        self._remove_marks()
+        for unit in self._root.modules():
+            if isinstance(unit, FSDPModule):
+                drop_pending(unit)
+
+    def _begin(self) -> None:
+        if self._dropped():  # since the forward that this backward belongs to
+            self._drop_sums()
             self._units.forget()
+        self._remove_marks()
+
+    def _dropped(self) -> bool:
+        """Return whether the trainer dropped the gradients of an unfinished step since its last backward."""
+        shards = [mark for mark in self._marks if isinstance(mark.param, DTensor)]
+        if len(shards) < len(self._marks) and self._marks[-1].dropped:
+            return True
+        kept = [mark for mark in shards if not mark.dropped]
+        if kept and len(kept) < len(shards):
+            name = self._names[id(kept[0].param)]
+            raise FSDP2Error(
+                f"accumulate: some gradients of an unfinished step were dropped, but not that of {name}. To give the "
+                "step up call model.zero_grad(), and freeze parameters that no optimizer holds."
+            )
+        return bool(shards) and not kept
 
     def _before_forward(self) -> None:
         if self._backward.failed or (self._backward.forward_failed and self._state.unfinished):
@@ -118,7 +145,7 @@ class Recovery:
             self.drop()
         elif self._backward.forward_failed:
             self._reset()
-        elif any(mark.dropped for mark in self._marks):
+        elif self._dropped():
             self.drop()
         elif self._hides_sums and any(mark.changed for mark in self._marks):
             raise FSDP2Error(
@@ -127,15 +154,37 @@ class Recovery:
             )
 
     def _after_backward(self) -> None:
-        if not self._state.holding or self._marked is None:
+        if not self._state.holding:
             return
-        shard, module, leaf = self._marked
-        gathered = module._parameters[leaf]  # the shard itself, unless the unit stays gathered for the next micro-batch
-        for param in [shard] if gathered is None or gathered is shard else [shard, gathered]:
-            added = param.grad is None
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            param.grad = grad
-            self._marks.append(_Mark(param, grad, grad._version, added))
+        self._remove_marks()
+        for shard in self._shards:
+            if shard.requires_grad:
+                self._mark(shard, self._zeros_like(shard))
+        # Units that stay gathered show other parameters than these. One of those is enough, for nobody optimizes them.
+        gathered = [p for p in self._root.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        smallest = min((p for p in gathered if id(p) not in self._whole), key=torch.Tensor.numel, default=None)
+        if smallest is not None:
+            self._mark(smallest, torch.zeros_like(smallest) if smallest.grad is None else smallest.grad)
+
+    def _mark(self, param: nn.Parameter, zeros: torch.Tensor) -> None:
+        added = param.grad is None
+        grad = zeros if param.grad is None else param.grad
+        param.grad = grad
+        self._marks.append(_Mark(param, grad, grad._version, added))
+
+    def _zeros_like(self, shard: nn.Parameter) -> torch.Tensor:
+        """Return zeros of the shape of ``shard`` that take no memory."""
+        if id(shard) not in self._zeros and isinstance(shard, DTensor):
+            local = shard.to_local().detach()
+            self._zeros[id(shard)] = DTensor.from_local(
+                local.new_zeros(()).expand(local.shape),
+                shard.device_mesh,
+                shard.placements,
+                run_check=False,
+                shape=shard.shape,
+                stride=shard.stride(),
+            )
+        return self._zeros[id(shard)]
 
     def _remove_marks(self) -> None:
         for mark in self._marks:
@@ -151,7 +200,7 @@ class Recovery:
             )
         reset()
         reshard_all(self._root)
-        if self._units is not None and not self._backward.forward_failed:
+        if not self._backward.forward_failed:
             self._refuse_different_places(len(self._units.order))
         self._backward.recovered()
 
@@ -164,14 +213,3 @@ class Recovery:
                 f"the ranks stopped at different places: between {-lowest} and {highest} units had been reduced. Start "
                 "the run again from its last checkpoint."
             )
-
-
-def _smallest_shard(root: nn.Module) -> tuple[nn.Parameter, nn.Module, str] | None:
-    """Return the smallest trainable sharded parameter, and where it is registered."""
-    shards = [
-        (param, module, leaf)
-        for module in root.modules()
-        for leaf, param in module.named_parameters(recurse=False)
-        if isinstance(param, DTensor) and param.requires_grad
-    ]
-    return min(shards, key=lambda found: found[0].numel(), default=None)

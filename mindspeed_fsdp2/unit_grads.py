@@ -6,6 +6,7 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ._torch_private import before_reduction
+from ._torch_private import before_reduction, keep_in_reduce_dtype, reduction_hooks, set_reduction_hooks
 from .backward import Backward
 from .errors import FSDP2Error
 from .step_state import StepState
@@ -79,16 +80,23 @@ class UnitGradients:
         self._waiting: set[int] = set()  # units whose sums wait for the replicas
         self._used: set[str] = set()
         self._filled: dict[str, nn.Parameter] = {}  # parameters without a gradient that got zeros -> their shards
+        self._hooks: dict[str, Any] = {}  # of those among them that somebody waits for
+        self._reduced: set[int] = set()  # units reduced in this backward
         self.order: list[int] = []  # units in the order of their reductions in this step
-        for number, unit in enumerate(self._units):
-            before_reduction(unit, functools.partial(self._fill, number))
-        backward.on_end(self._finish)
+        backward.on_begin(self._reduced.clear)
+        if dist.get_world_size(group) > 1:
+            for number, unit in enumerate(self._units):
+                before_reduction(unit, functools.partial(self._fill, number))
+            backward.on_end(self._finish)
 
     def forget(self) -> None:
         """Forget the step under way, which was given up."""
         self._kept.clear()
         self._waiting.clear()
         self._used.clear()
+        for name, hooks in self._hooks.items():
+            set_reduction_hooks(self._filled[name], hooks)
+        self._hooks.clear()
         self._filled.clear()
         self.order.clear()
 
@@ -97,6 +105,7 @@ class UnitGradients:
         owed = number in self._kept or number in self._waiting
         if owed and not self._state.holding and isinstance(unit, FSDPModule):
             unit.unshard()  # this backward may not have come here; what waits must not stay for the next step
+        self._follow_freezing(number)
         there = [(slot, param) for slot in self._slots[number] if (param := _gathered(slot)) is not None]
         got = {slot.fqn for slot, param in there if param.grad is not None}
         self._used |= got
@@ -106,17 +115,49 @@ class UnitGradients:
         if not reduces:
             self._kept.setdefault(number, set()).update(got)
             return
+        self._refuse_second_step(number)
         self.order.append(number)
         kept = self._kept.pop(number, set())
         for slot, param in there:
             if slot.fqn not in got and slot.fqn not in kept:
+                param.grad = torch.zeros_like(param)
                 if slot.shard.grad is None:
                     self._filled[slot.fqn] = slot.shard
-                param.grad = torch.zeros_like(param)
+                    self._hold_hooks(slot)
+        if kept:
+            keep_in_reduce_dtype(unit)
         if self._state.holding:
             self._waiting.add(number)
         else:
             self._waiting.discard(number)
+
+    def _follow_freezing(self, number: int) -> None:
+        """Let shards follow what was frozen or unfrozen while the parameters were gathered, or it would be lost."""
+        for slot in self._slots[number]:
+            param = slot.param
+            if param is not None and param.requires_grad != slot.shard.requires_grad:
+                slot.shard.requires_grad_(param.requires_grad)
+
+    def follow_freezing(self) -> None:
+        """Do so for every unit, before it is sharded again (**in place**)."""
+        for number in range(len(self._units)):
+            self._follow_freezing(number)
+
+    def _refuse_second_step(self, number: int) -> None:
+        stepped = number in self._reduced and any(reduction_hooks(slot.shard) for slot in self._slots[number])
+        self._reduced.add(number)
+        if stepped:
+            raise FSDP2Error(
+                f"{self._unit_names[number]}: it ran twice before this backward, which reduces it twice, and a hook on "
+                "its parameters' gradients (register_post_accumulate_grad_hook) would act on a part of them. Step the "
+                "optimizer after the backward."
+            )
+
+    def _hold_hooks(self, slot: _Slot) -> None:
+        """Let hooks on a reduced gradient, such as an optimizer's step, wait until it is known whether there is one."""
+        if hooks := reduction_hooks(slot.shard):
+            self._hooks[slot.fqn] = hooks
+            set_reduction_hooks(slot.shard, None)
 
     def _finish(self) -> None:
         if self._state.holding or not self.order:
@@ -130,10 +171,13 @@ class UnitGradients:
         *used, highest, lowest = flags.tolist()
         if highest != -lowest:
             self._refuse_other_order()
-        for name, shard in self._filled.items():
+        filled, hooks = dict(self._filled), dict(self._hooks)
+        self.forget()
+        for name, shard in filled.items():
             if not used[self._index[name]]:
                 shard.grad = None
-        self.forget()
+            for hook in hooks[name].values() if name in hooks and shard.grad is not None else ():
+                hook(shard)
 
     def _refuse_other_order(self) -> None:
         mine = [self._unit_names[number] for number in self.order]

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ._torch_private import reduction_hooks
 from .backward import Backward
+from .errors import FSDP2Error
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP: large enough to use the links, small enough to start early
 
@@ -79,7 +81,18 @@ class WholeGradients:
         backward.on_end(self._finish)
 
     def _follow(self) -> None:
-        """Take up which parameters are trainable now."""
+        """Take up which parameters are trainable now.
+
+        Raises:
+            FSDP2Error: Somebody waits for the gradient of one, and would act on it before it is averaged.
+        """
+        for param in self._params:
+            if len(reduction_hooks(param) or ()) > (id(param) in self._hooked):
+                raise FSDP2Error(
+                    "ignored_modules: a hook of register_post_accumulate_grad_hook on one of their parameters, of the "
+                    f"shape {tuple(param.shape)}, would see this rank's gradient, before it is averaged over the "
+                    "ranks. Step the optimizer after the backward."
+                )
         trainable = [param for param in self._params if param.requires_grad]
         if [id(param) for param in trainable] == [id(param) for param in self._trainable]:
             return

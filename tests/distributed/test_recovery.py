@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -37,15 +38,19 @@ def _loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     return (model(inputs(step, micro, dist.get_rank())).float() - 1).square().mean() / 2
 
 
-def _train(settings: dict[str, Any], disturb: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None) -> Any:
+def _train(
+    settings: dict[str, Any],
+    disturb: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None,
+    accumulates: bool = True,
+) -> Any:
     """Return the final parameters; ``disturb`` is called before each step."""
     model = wrap_model(SHARDABLE(), {**UNITS, **settings})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         if disturb is not None:
             disturb(model, optimizer, step)
-        for micro in range(2):
-            with accumulate(model, last=micro == 1):
+        for micro in range(2 if accumulates else 1):
+            with accumulate(model, last=micro == 1) if accumulates else nullcontext():
                 _loss(model, step, micro).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -180,16 +185,17 @@ def _interrupt(model: Any, where: str, step: int, hold: bool) -> None:
     raise AssertionError("nothing was interrupted")
 
 
-def _interrupted(settings: dict[str, Any], where: str, how: str, hold: bool) -> Any:
+def _interrupted(settings: dict[str, Any], where: str, how: str, hold: bool, accumulates: bool = True) -> Any:
     def disturb(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         if where == "evaluation":
             with torch.no_grad():
                 _interrupt(model, where, step, False)
         else:
-            _interrupt(model, where, step, hold)
-            _drop(how, model, optimizer)
+            for _ in range(2 - accumulates):  # what failed attempts leave must not add up
+                _interrupt(model, where, step, hold)
+                _drop(how, model, optimizer)
 
-    return _train(settings, disturb)
+    return _train(settings, disturb, accumulates)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "evaluation"])
@@ -201,6 +207,80 @@ def test_training_goes_on_after_an_exception(name: str, where: str, request: pyt
     for how, hold in (("optimizer", False), ("model", True)):
         for ours, theirs in zip(pool.run(_interrupted, settings, where, how, hold), undisturbed, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("how", ["optimizer", "model"])
+@pytest.mark.parametrize("name", ["ZeRO-3", "ZeRO-2, last", "replicas", "2 of 4", "tower whole", "offload, last"])
+def test_training_without_accumulation_goes_on(name: str, how: str, request: pytest.FixtureRequest) -> None:
+    ranks, settings = SETTINGS[name]
+    pool: RankPool = request.getfixturevalue(f"ranks{ranks}")
+    undisturbed = pool.run(_train, settings, None, False)
+    for ours, theirs in zip(pool.run(_interrupted, settings, "backward", how, False, False), undisturbed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _zeroed_after_the_forward(settings: dict[str, Any]) -> Any:
+    model = wrap_model(SHARDABLE(), {**UNITS, **settings})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with accumulate(model, last=False):
+        _loss(model, 50, 0).backward()
+    for micro in range(2):
+        with accumulate(model, last=micro == 1):
+            loss = _loss(model, 0, micro)
+            if micro == 0:
+                optimizer.zero_grad()
+            loss.backward()
+    optimizer.step()
+    return [param.full_tensor().detach() for param in model.parameters()]
+
+
+def _one_step(settings: dict[str, Any]) -> Any:
+    model = wrap_model(SHARDABLE(), {**UNITS, **settings})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for micro in range(2):
+        with accumulate(model, last=micro == 1):
+            _loss(model, 0, micro).backward()
+    optimizer.step()
+    return [param.full_tensor().detach() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["last", "replicas", "replicas, last", "fp32 sums of bf16, last"])
+def test_step_given_up_between_a_forward_and_its_backward(ranks2: RankPool, name: str) -> None:
+    for ours, theirs in zip(
+        ranks2.run(_zeroed_after_the_forward, SETTINGS[name][1]), ranks2.run(_one_step, SETTINGS[name][1]), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _partly_dropped(settings: dict[str, Any], frozen: bool) -> str:
+    """Drop what an optimizer holds that lacks the smallest parameter, frozen after wrapping or not."""
+    model = wrap_model(SHARDABLE(), {**UNITS, **settings})
+    small = "tower.temperature"
+    model.get_parameter(small).requires_grad_(not frozen)
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name != small], lr=0.1)
+    try:
+        for step in range(2):
+            with accumulate(model, last=step == 1):
+                _loss(model, step, 0).backward()
+            if step == 0:
+                optimizer.zero_grad()
+    except FSDP2Error as error:
+        return str(error)
+    alone = wrap_model(SHARDABLE(), {**UNITS, **settings})
+    alone.get_parameter(small).requires_grad_(not frozen)
+    _loss(alone, 1, 0).backward()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return str(all(a.grad is b.grad is None or torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs))
+
+
+@pytest.mark.parametrize("settings", [LAST, {"sharding_size": 1}], ids=["last", "replicas"])
+def test_step_given_up_for_a_part_of_the_parameters(ranks2: RankPool, settings: dict[str, Any]) -> None:
+    text = (
+        "accumulate: some gradients of an unfinished step were dropped, but not that of tower.temperature. To give the "
+        "step up call model.zero_grad(), and freeze parameters that no optimizer holds."
+    )
+    assert ranks2.run(_partly_dropped, settings, False) == [text] * 2
+    assert ranks2.run(_partly_dropped, settings, True) == ["True"] * 2
 
 
 def _messages(where: str, hold: bool, old_torch: bool) -> list[str]:

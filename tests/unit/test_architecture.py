@@ -28,6 +28,7 @@ LAYERS = [
         "unit_grads",
         "start_values",
         "hidden_outputs",
+        "input_grads",
         "full_files",
         "buffers",
         "unit_order",

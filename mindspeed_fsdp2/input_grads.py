@@ -1,0 +1,44 @@
+"""Inputs of units that require grad on some ranks only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._torch_private import apply_to_tensors, in_backward
+from .casts import is_kept, keep
+from .hidden_outputs import tensors_in
+
+
+def let_inputs_require_grad(units: Iterable[nn.Module]) -> None:
+    """Let an input of each trainable unit require grad in every forward with gradients (**in place**).
+
+    FSDP reduces a unit when the gradients of its inputs are there, or at the very end of backward where no input
+    requires grad. Behind a frozen embedding that would depend on whether a rank ran an optional tower, whose output
+    is added to the embedding's, and the ranks would reduce in different orders.
+    """
+    for unit in units:
+        unit.register_forward_pre_hook(_mark, prepend=True, with_kwargs=True)  # before FSDP looks at the inputs
+
+
+def _mark(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if not torch.is_grad_enabled() or in_backward() or not any(p.requires_grad for p in module.parameters()):
+        return None
+    if any(tensor.requires_grad for tensor in tensors_in((args, kwargs), opaque=False)):
+        return None
+    done = False
+
+    def require(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal done
+        if done or not tensor.is_floating_point():
+            return tensor
+        done = True
+        marked = tensor.detach().requires_grad_()
+        if is_kept(tensor):
+            keep(marked)
+        return marked
+
+    return apply_to_tensors(require, args), apply_to_tensors(require, kwargs)
