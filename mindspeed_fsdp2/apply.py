@@ -166,9 +166,9 @@ def _guard(
     grads = UnitGradients(root, units, group, device, state, backward)
     hides_sums = replicate_group(mesh) is not None or plan.config.reduce_grads == "last_microbatch"
     recovery = Recovery(root, state, backward, grads, hides_sums, group, device)
-    watch_optimizers(root, state, backward, grads)
+    watch_optimizers(root, state, backward)
     refuse_deepcopy(root)
-    complete_zero_grad(root, recovery, grads)
+    complete_zero_grad(root, recovery)
     refuse_conversion(root)
     explain_sharded_use({fqn or "the model": modules[fqn] for unit in plan.units for fqn in unit.fqns})
     guard_misuse(plan, root, modules, group, device, state)

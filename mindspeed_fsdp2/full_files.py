@@ -40,8 +40,9 @@ def open_file(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
     file = Path(path)
     try:
         if file.name.endswith(".index.json"):
-            names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
-            return {key: value for name in names for key, value in _safetensors(file.parent / name).items()}
+            files: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+            shards = {name: _safetensors(file.parent / name) for name in set(files.values())}
+            return {key: shards[name][key] for key, name in files.items()}
         if file.suffix == ".safetensors":
             return _safetensors(file)
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

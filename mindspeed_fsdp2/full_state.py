@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from .agreement import agree
 from .apply import sharded
@@ -21,6 +22,7 @@ from .start_values import broadcast_whole, keep_own_part
 logger = logging.getLogger("mindspeed_fsdp2")
 
 _SHOWN = 10
+_EXTRA = "_extra_state"
 
 Source = Mapping[str, torch.Tensor] | str | os.PathLike[str] | None
 
@@ -30,7 +32,7 @@ class LoadReport(NamedTuple):
 
     Attributes:
         missing: Keys of the model that the source lacks; they keep their values.
-        unexpected: Keys of the source that the model lacks.
+        unexpected: Keys of the source that the model lacks, and those of extra state, which is never loaded.
     """
 
     missing: tuple[str, ...]
@@ -92,11 +94,30 @@ def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool
     with torch.no_grad():
         for key, target in targets.items():
             whole = memory[: target.numel() * target.itemsize].view(target.dtype).view(target.shape)
-            if first:
-                whole.copy_(values[_name(key, values, own.ties)])
+            _read(whole, values, _name(key, values, own.ties), first, group)
             broadcast_whole([whole], device.type, group)
             keep_own_part(target, whole)
     return report
+
+
+def _read(
+    whole: torch.Tensor, values: Mapping[str, torch.Tensor], name: str, first: bool, group: dist.ProcessGroup | None
+) -> None:
+    """Fill ``whole`` on the first rank; where that fails every rank raises (**collective**)."""
+    failed: Exception | None = None
+    if first:
+        try:
+            whole.copy_(values[name])
+        except (OSError, RuntimeError, KeyError) as error:  # a file that ends early, a lazy mapping
+            failed = error
+    flag = torch.tensor([float(failed is not None)], device=whole.device)
+    dist.broadcast(flag, group=group, group_src=0)
+    if flag.item():
+        raise CheckpointError(
+            f"load_full_state_dict: {name} could not be read on the first data-parallel rank"
+            f"{f' ({type(failed).__name__}: {failed})' if failed else ''}. What comes before it is loaded already: "
+            "load again from a good source before training."
+        ) from failed
 
 
 def _checked(
@@ -108,27 +129,58 @@ def _checked(
         )
     values = source if isinstance(source, Mapping) else open_file(source)
     where = "load_full_state_dict" if isinstance(source, Mapping) else os.fspath(source)
-    if other := [key for key, value in values.items() if not isinstance(value, torch.Tensor)]:
+    if other := [k for k, v in values.items() if not isinstance(v, torch.Tensor) and not k.endswith(_EXTRA)]:
         raise CheckpointError(
             f"{where}: {_some(other)} hold no tensors. Pass the state dict itself, not what it is part of."
         )
+    if unusable := [k for k, v in values.items() if isinstance(v, torch.Tensor) and _unusable(v)]:
+        raise CheckpointError(
+            f"{where}: {_some(unusable)} are no whole dense tensors (sharded, sparse, quantized or on the meta "
+            "device). Pass whole values, as the state_dict() of an unwrapped model has them."
+        )
     missing = [key for key in tensors if _name(key, values, ties) not in values]
-    unexpected = [key for key in values if key not in tensors and key not in ties and not key.endswith("_extra_state")]
-    wrong = []
+    extra = [key for key in values if key.endswith(_EXTRA) and key not in tensors]
+    unexpected = [key for key in values if key not in tensors and key not in ties and key not in extra]
+    wrong, kinds = [], []
     for key, tensor in tensors.items():
         value = values.get(_name(key, values, ties))
         if value is not None and value.shape != tensor.shape:
             wrong.append(f"{key} is {tuple(tensor.shape)} here and {tuple(value.shape)} there")
-    lines = [f"other shape: {_some(wrong)}"] if wrong else []
+        elif value is not None and _kind(value.dtype) != _kind(tensor.dtype):
+            kinds.append(f"{key} is {_short(tensor.dtype)} here and {_short(value.dtype)} there")
+    untied = [
+        f"{name} and {holder}"
+        for name, holder in ties.items()
+        if name in values and holder in values and not torch.equal(values[name], values[holder])
+    ]
+    lines = [
+        f"{what}: {_some(found)}"
+        for what, found in (("other shape", wrong), ("other dtype", kinds), ("one tensor here, two there", untied))
+        if found
+    ]
     if strict and missing:
         lines.append(f"missing: {_some(missing)}")
     if strict and unexpected:
         lines.append(f"unknown here: {_some(unexpected)}")
     if lines:
-        advice = "" if wrong else " strict=False loads what fits."
+        advice = "" if wrong or kinds or untied else " strict=False loads what fits."
         listed = "\n  ".join(lines)
         raise CheckpointError(f"{where}: the values do not fit the model:\n  {listed}\nBuild the same model.{advice}")
-    return values, LoadReport(tuple(missing), tuple(unexpected))
+    return values, LoadReport(tuple(missing), (*unexpected, *extra))
+
+
+def _unusable(value: torch.Tensor) -> bool:
+    return isinstance(value, DTensor) or value.is_meta or value.is_quantized or value.layout != torch.strided
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex or dtype.is_floating_point:
+        return "complex" if dtype.is_complex else "float"
+    return "bool" if dtype is torch.bool else "int"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _name(key: str, values: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> str:

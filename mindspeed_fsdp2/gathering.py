@@ -24,8 +24,10 @@ def reshard_after_evaluation(state: StepState, module: nn.Module, _args: Any, ou
 
 def _without_backward(module: nn.Module, output: Any) -> bool:
     """Return whether nothing is trainable, as where a generator is frozen while its discriminator learns."""
-    tensors = tensors_in(output, opaque=True)
-    return not any(p.requires_grad for p in module.parameters()) and not any(t.requires_grad for t in tensors)
+    if any(param.requires_grad for param in module.parameters()):
+        return False
+    tensors = list(tensors_in(output, opaque=True))  # without any, the loss may lie in an attribute of the model
+    return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
 
 
 def reshard_all(module: nn.Module) -> None:

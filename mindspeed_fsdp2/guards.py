@@ -17,7 +17,6 @@ from .errors import FSDP2Error
 from .gathering import reshard_all
 from .recovery import Recovery
 from .step_state import StepState
-from .unit_grads import UnitGradients
 
 _REPLACED = "_mindspeed_fsdp2_replaced"
 _GATHERED = "_mindspeed_fsdp2_gathered"
@@ -34,7 +33,7 @@ def mark_replaced(params: Mapping[str, nn.Parameter]) -> None:
         setattr(param, _REPLACED, name)
 
 
-def watch_optimizers(root: nn.Module, state: StepState, backward: Backward, units: UnitGradients) -> None:
+def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> None:
     """Keep optimizers and gathered parameters apart for as long as ``root`` lives.
 
     An optimizer built before the model was wrapped, or between a forward and its backward, holds parameters that the
@@ -46,10 +45,9 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward, unit
         root: The root unit's module, every unit sharded.
         state: Tells whether a micro-batch is held.
         backward: Announces backwards, and knows of failed ones.
-        units: Lets shards follow what was frozen while they were gathered.
     """
     own = {id(param) for param in root.parameters()}
-    model, watch, grads = weakref.ref(root), weakref.ref(backward), weakref.ref(units)  # the latter hold the model
+    model, watch = weakref.ref(root), weakref.ref(backward)  # whose listeners hold the model
     seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
     sizes: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -63,7 +61,7 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward, unit
         state.unfinished = state.holding
 
     def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        module, backward, units = model(), watch(), grads()
+        module, backward = model(), watch()
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if sizes.get(optimizer) != size:
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -72,7 +70,7 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward, unit
                 _refuse_added(params, own, module)
             seen[optimizer] = any(id(param) in own for param in params)
             sizes[optimizer] = size
-        if module is None or backward is None or units is None or not seen[optimizer]:
+        if module is None or backward is None or not seen[optimizer]:
             return
         if state.unfinished:
             raise FSDP2Error(
@@ -87,7 +85,6 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward, unit
         # Any forward since the backward, of the root or of a part of it, may have left units gathered; the next one
         # would compute with the values of before the step. An optimizer that steps inside backward leaves them be.
         if not backward.running:
-            units.follow_freezing()
             reshard_all(module)
 
     root.register_forward_hook(note_forward)
@@ -120,7 +117,7 @@ def _refuse_added(params: Sequence[nn.Parameter], own: set[int], module: nn.Modu
         )
 
 
-def complete_zero_grad(root: nn.Module, recovery: Recovery, units: UnitGradients) -> None:
+def complete_zero_grad(root: nn.Module, recovery: Recovery) -> None:
     """Let ``zero_grad`` reach gradients it would not see (**in place**).
 
     Those of parameters that a forward without a backward left gathered, and what a step that was given up left behind.
@@ -130,7 +127,6 @@ def complete_zero_grad(root: nn.Module, recovery: Recovery, units: UnitGradients
     @functools.wraps(original)
     def zero_grad(set_to_none: bool = True) -> None:
         recovery.drop()
-        units.follow_freezing()
         reshard_all(root)
         original(set_to_none)
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch_private import apply_to_tensors, in_backward
 from .casts import is_kept, keep
 from .hidden_outputs import tensors_in
 
 
 def let_inputs_require_grad(units: Iterable[nn.Module]) -> None:
-    """Let an input of each trainable unit require grad in every forward with gradients (**in place**).
+    """Let the inputs of each trainable unit require grad in every forward with gradients (**in place**).
 
     FSDP reduces a unit when the gradients of its inputs are there, or at the very end of backward where no input
     requires grad. Behind a frozen embedding that would depend on whether a rank ran an optional tower, whose output
@@ -25,20 +24,18 @@ def let_inputs_require_grad(units: Iterable[nn.Module]) -> None:
 
 
 def _mark(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if not torch.is_grad_enabled() or in_backward() or not any(p.requires_grad for p in module.parameters()):
+    if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
         return None
     if any(tensor.requires_grad for tensor in tensors_in((args, kwargs), opaque=False)):
         return None
-    done = False
+    return tuple(_required(value) for value in args), {name: _required(value) for name, value in kwargs.items()}
 
-    def require(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal done
-        if done or not tensor.is_floating_point():
-            return tensor
-        done = True
-        marked = tensor.detach().requires_grad_()
-        if is_kept(tensor):
-            keep(marked)
-        return marked
 
-    return apply_to_tensors(require, args), apply_to_tensors(require, kwargs)
+def _required(value: Any) -> Any:
+    # Not inside containers: they would have to be copied, and what the unit writes into them would be lost.
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    marked = value.detach().requires_grad_()
+    if is_kept(value):
+        keep(marked)
+    return marked

@@ -62,22 +62,16 @@ class _SameAgain:
 
 @contextmanager
 def _still(module: nn.Module) -> Iterator[None]:
-    """Keep running statistics as they are: the forward has updated them, once per micro-batch."""
-    norms: list[Any] = [
-        norm
-        for norm in module.modules()
-        if isinstance(getattr(norm, "num_batches_tracked", None), torch.Tensor) and hasattr(norm, "momentum")
-    ]
-    momentums = [norm.momentum for norm in norms]
-    counts = [norm.num_batches_tracked.clone() for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
+    """Let copies take the updates of running statistics: the forward has made them, once per micro-batch."""
+    norms = [norm for norm in module.modules() if {"running_mean", "running_var"} & norm._buffers.keys()]
+    kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    for norm, name, buffer in kept:
+        setattr(norm, name, buffer.clone())
     try:
         yield
     finally:
-        for norm, momentum, count in zip(norms, momentums, counts):
-            norm.momentum = momentum
-            norm.num_batches_tracked.copy_(count)
+        for norm, name, buffer in kept:
+            setattr(norm, name, buffer)
 
 
 def _non_reentrant(

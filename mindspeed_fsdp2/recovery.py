@@ -34,12 +34,16 @@ class _Mark:
 
     @property
     def changed(self) -> bool:
-        return self.param.grad is not self.grad or self.grad._version != self.version
+        return self.param.grad is not self.grad or _version_of(self.grad) != self.version
 
     def remove(self) -> None:
         # A backward that nobody announced may have added to the zeros of a gathered parameter.
-        if self.added and self.param.grad is self.grad and self.grad._version == self.version:
+        if self.added and self.param.grad is self.grad and _version_of(self.grad) == self.version:
             self.param.grad = None
+
+
+def _version_of(grad: torch.Tensor) -> int:
+    return grad._version + (grad.to_local()._version if isinstance(grad, DTensor) else 0)
 
 
 class Recovery:
@@ -88,6 +92,7 @@ class Recovery:
         self._shards = [param for param in self._params if isinstance(param, DTensor)]
         self._zeros: dict[int, torch.Tensor] = {}  # id of a shard -> its mark
         self._marks: list[_Mark] = []
+        self._trainable: list[bool] = []  # after the last held micro-batch
         backward.on_forward(self._before_forward)
         backward.on_begin(self._begin)
         backward.on_end(self._after_backward)
@@ -105,7 +110,8 @@ class Recovery:
         if stopped or self._state.unfinished:
             self._drop_sums()
             self._state.unfinished = False
-        self._units.forget()
+            self._trainable = []
+        self._units.give_up()
 
     def _drop_sums(self) -> None:
         self._remove_marks()
@@ -114,9 +120,10 @@ class Recovery:
                 drop_pending(unit)
 
     def _begin(self) -> None:
+        self._trainable = []
         if self._dropped():  # since the forward that this backward belongs to
             self._drop_sums()
-            self._units.forget()
+            self._units.give_up()
         self._remove_marks()
 
     def _dropped(self) -> bool:
@@ -147,6 +154,11 @@ class Recovery:
             self._reset()
         elif self._dropped():
             self.drop()
+        elif self._state.unfinished and self._trainable not in ([], self._requires_grad()):
+            raise FSDP2Error(
+                "accumulate: parameters were frozen or unfrozen between two micro-batches of one step, whose sums hold "
+                "their gradients or do not. Do that between steps; to give this one up call model.zero_grad()."
+            )
         elif self._hides_sums and any(mark.changed for mark in self._marks):
             raise FSDP2Error(
                 "accumulate: gradients were changed between two micro-batches of one step, whose sums are not there "
@@ -157,8 +169,9 @@ class Recovery:
         if not self._state.holding:
             return
         self._remove_marks()
+        self._trainable = self._requires_grad()
         for shard in self._shards:
-            if shard.requires_grad:
+            if shard.requires_grad and (self._hides_sums or shard.grad is not None):
                 self._mark(shard, self._zeros_like(shard))
         # Units that stay gathered show other parameters than these. One of those is enough, for nobody optimizes them.
         gathered = [p for p in self._root.parameters() if p.requires_grad and not isinstance(p, DTensor)]
@@ -170,7 +183,7 @@ class Recovery:
         added = param.grad is None
         grad = zeros if param.grad is None else param.grad
         param.grad = grad
-        self._marks.append(_Mark(param, grad, grad._version, added))
+        self._marks.append(_Mark(param, grad, _version_of(grad), added))
 
     def _zeros_like(self, shard: nn.Parameter) -> torch.Tensor:
         """Return zeros of the shape of ``shard`` that take no memory."""
@@ -185,6 +198,9 @@ class Recovery:
                 stride=shard.stride(),
             )
         return self._zeros[id(shard)]
+
+    def _requires_grad(self) -> list[bool]:
+        return [param.requires_grad for param in self._root.parameters()]
 
     def _remove_marks(self) -> None:
         for mark in self._marks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,14 +83,27 @@ class UnitGradients:
         self._hooks: dict[str, Any] = {}  # of those among them that somebody waits for
         self._reduced: set[int] = set()  # units reduced in this backward
         self.order: list[int] = []  # units in the order of their reductions in this step
+        backward.on_forward(self.follow_freezing)
         backward.on_begin(self._reduced.clear)
+        # Before FSDP's own, which reshards.
+        root.register_state_dict_pre_hook(lambda *_unused: self.follow_freezing())  # type: ignore[no-untyped-call]
+        for number, unit in enumerate(self._units):
+            if isinstance(unit, FSDPModule):
+                vars(unit)["reshard"] = functools.partial(self._reshard, number, unit.reshard)
         if dist.get_world_size(group) > 1:
             for number, unit in enumerate(self._units):
                 before_reduction(unit, functools.partial(self._fill, number))
             backward.on_end(self._finish)
 
+    def give_up(self) -> None:
+        """Forget the step under way, and the zeros it gave to parameters that nothing used."""
+        for name, shard in self._filled.items():
+            if name not in self._used:
+                shard.grad = None
+        self.forget()
+
     def forget(self) -> None:
-        """Forget the step under way, which was given up."""
+        """Forget the step under way."""
         self._kept.clear()
         self._waiting.clear()
         self._used.clear()
@@ -101,6 +114,7 @@ class UnitGradients:
         self.order.clear()
 
     def _fill(self, number: int, reached: bool, reduces: bool) -> None:
+        self._backward.begin()  # the loss may not have come through an output of the root that the hooks could see
         unit = self._units[number]
         owed = number in self._kept or number in self._waiting
         if owed and not self._state.holding and isinstance(unit, FSDPModule):
@@ -111,7 +125,6 @@ class UnitGradients:
         self._used |= got
         if not there or not (got or reached or (owed and not self._state.holding)):
             return
-        self._backward.begin()  # the loss may not have come through an output of the root that the hooks could see
         if not reduces:
             self._kept.setdefault(number, set()).update(got)
             return
@@ -137,6 +150,10 @@ class UnitGradients:
             param = slot.param
             if param is not None and param.requires_grad != slot.shard.requires_grad:
                 slot.shard.requires_grad_(param.requires_grad)
+
+    def _reshard(self, number: int, original: Callable[[], None]) -> None:
+        self._follow_freezing(number)
+        original()
 
     def follow_freezing(self) -> None:
         """Do so for every unit, before it is sharded again (**in place**)."""

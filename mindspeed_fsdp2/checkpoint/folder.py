@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class CheckpointInfo:
         serial: Counts the saves into its directory; the highest is the newest.
         ranks: Data-parallel ranks that saved it.
         files: Name -> size in bytes of each of its files.
+        state_sum: Checksum of its ``state.json``; empty where an earlier version has written none.
     """
 
     path: Path
@@ -43,6 +45,7 @@ class CheckpointInfo:
     serial: int
     ranks: int
     files: dict[str, int]
+    state_sum: str = ""
 
     def lacks(self) -> str:
         """Return the name of a file that is missing or has another size, or an empty string."""
@@ -113,7 +116,8 @@ def read_manifest(folder: Path) -> CheckpointInfo | None:
         )
     try:
         files = {str(name): int(size) for name, size in content["files"].items()}
-        return CheckpointInfo(folder, int(content["step"]), int(content["serial"]), int(content["ranks"]), files)
+        step, serial, ranks = (int(content[name]) for name in ("step", "serial", "ranks"))
+        return CheckpointInfo(folder, step, serial, ranks, files, str(content.get("state_sum", "")))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 
@@ -168,12 +172,25 @@ def read_state(info: CheckpointInfo) -> dict[str, Any]:
     """Return what the checkpoint holds beside tensors.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: It cannot be read, or was changed after the save.
     """
+    if info.state_sum and (found := checksum(info.path / STATE)) != info.state_sum:
+        raise CheckpointError(
+            f"{info.path / STATE}: its checksum is {found or 'unknown'}, not {info.state_sum}: it was changed after "
+            "the save. Load another checkpoint."
+        )
     content = read_json(info.path / STATE)
     if not isinstance(content, dict):
         raise CheckpointError(f"{info.path / STATE}: it cannot be read. Load another checkpoint.")
     return content
+
+
+def checksum(path: Path) -> str:
+    """Return the checksum of the file's bytes, an empty string if it cannot be read."""
+    try:
+        return f"{zlib.crc32(path.read_bytes()):08x}"
+    except OSError:
+        return ""
 
 
 def read_json(path: Path) -> Any:

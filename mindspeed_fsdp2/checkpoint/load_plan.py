@@ -16,8 +16,8 @@ from .compare import Comparison, check_fits, compare_model
 from .coordination import Coordination
 from .folder import MANIFEST, CheckpointInfo, read_state
 from .index import read_index
-from .model_state import SECTION, ModelState, model_state, parameter_names
-from .optimizer_load import OptimizerTarget, build_target, compare_optimizer
+from .model_state import SECTION, ModelState, model_state, parameter_names, trained_by
+from .optimizer_load import OptimizerTarget, build_target, compare_groups, compare_optimizer
 from .pieces import Piece, piece_of
 from .rank_state import rank_path
 from .snapshot import buffer_path
@@ -94,9 +94,13 @@ def plan_load(
         )
         if differing:
             found.notes.append(f"rank 0's values, of several, are loaded on all ranks: {', '.join(differing[:20])}")
-    params = parameter_names(handle.module)
+    steps_on = optimizer if optimizer is not None else getattr(scheduler, "optimizer", None)
+    params = parameter_names(handle.module, trained_by(steps_on))
     _plan_optimizer(plan, optimizer, params, ranks.ranks)
     _plan_scheduler(plan, optimizer, scheduler)
+    if plan.scheduler and (moved := compare_groups(steps_on, document["optimizer"], params)):
+        found.problems.append(moved)
+        plan.scheduler = False
     check_fits(found, str(info.path), partial, cast)
     wanted = [document["extra"], document["model_extra"]]
     if plan.scheduler:
@@ -118,7 +122,8 @@ def _plan_optimizer(
         return
     missing, unexpected, problems = compare_optimizer(optimizer, saved, params)
     found.missing += [f"optimizer state of {fqn}" for fqn in missing if fqn in found.fitting]
-    found.unexpected += [f"optimizer state of {fqn}" for fqn in unexpected if fqn in params]
+    told = set(found.unexpected)
+    found.unexpected += [f"optimizer state of {fqn}" for fqn in unexpected if fqn not in told]
     if problems:
         found.problems += problems
         found.notes.append("the optimizer state is not loaded")

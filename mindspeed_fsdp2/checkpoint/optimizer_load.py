@@ -56,6 +56,30 @@ def compare_optimizer(
     return sorted(own - saved), sorted(saved - own), problems
 
 
+def compare_groups(optimizer: object, document: Mapping[str, Any] | None, params: Mapping[str, nn.Parameter]) -> str:
+    """Return what is wrong if a scheduler, whose rates follow the positions of groups, went with other groups.
+
+    Args:
+        optimizer: The scheduler's.
+        document: Its saved counterpart; None if there is none, and so nothing to compare.
+        params: fqn -> parameter.
+    """
+    if document is None or not isinstance(optimizer, torch.optim.Optimizer):
+        return ""
+    names = {id(param): fqn for fqn, param in params.items()}
+    own = [{names.get(id(param), "") for param in group["params"]} for group in optimizer.param_groups]
+    saved = [set(group["params"]) for group in document["groups"]]
+    if len(own) != len(saved):
+        what = f"the optimizer has {len(own)} param groups, the checkpoint {len(saved)}"
+    else:
+        common = set().union(*own) & set().union(*saved)
+        moved = [n for n, (mine, theirs) in enumerate(zip(own, saved)) if mine & common != theirs & common]
+        if not moved:
+            return ""
+        what = f"param group {moved[0]} holds other parameters than in the checkpoint"
+    return f"the scheduler's rates follow the positions of param groups, but {what}: the scheduler is not loaded"
+
+
 def build_target(
     document: Mapping[str, Any], params: Mapping[str, nn.Parameter], fqns: Collection[str], index: Metadata, ranks: int
 ) -> OptimizerTarget:

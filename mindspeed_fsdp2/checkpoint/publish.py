@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .folder import FORMAT, MANIFEST, REMOVING, SAVING, STATE, VERSION, left_over, published
+from .folder import FORMAT, MANIFEST, REMOVING, SAVING, STATE, VERSION, checksum, left_over, published
 from .store import sync_files
 
 logger = logging.getLogger("mindspeed_fsdp2")
@@ -63,7 +63,8 @@ def publish(folder: Path, directory: Path, step: int, ranks: int, state: Mapping
     sync_files(folder / name for name in (STATE, ".metadata"))
     before = published(directory)
     serial = 1 + max((info.serial for info in before), default=0)
-    seal(folder, {"format": FORMAT, "version": VERSION, "step": step, "serial": serial, "ranks": ranks})
+    about = {"format": FORMAT, "version": VERSION, "step": step, "serial": serial, "ranks": ranks}
+    seal(folder, {**about, "state_sum": checksum(folder / STATE)})
     target = _free_name(directory, step)
     folder.rename(target)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -18,6 +17,7 @@ from ..apply import Sharded, sharded
 from ..errors import CheckpointError
 from .coordination import Coordination, coordination
 from .publish import begin, folder_name, publish
+from .replaced import check_replaced
 from .snapshot import Request, Snapshot, take_snapshot
 from .write import Destination, write_snapshot
 
@@ -54,7 +54,8 @@ def save_checkpoint(
         keep: How many checkpoints to keep; the oldest are removed after this one is complete. None keeps all.
 
     Returns:
-        The folder ``directory/step-…``. An older checkpoint of the same step is replaced.
+        The folder ``directory/step-…``. An older checkpoint of the same step is replaced, unless it holds other keys
+        or shapes and so is another model's.
 
     Raises:
         CheckpointError: It could not be saved. Every rank raises the same error; nothing is published.
@@ -186,10 +187,15 @@ def _raise(error: BaseException | None) -> None:
 
 def _write(snapshot: Snapshot, directory: Path, request: Request, ranks: Coordination) -> Path:
     """Write and publish (**collective**); what both kinds of save share."""
+
+    def start() -> Path:
+        check_replaced(directory, request.step, snapshot.shapes)
+        return begin(directory, folder_name(request.step))
+
     destination = Destination(
         f"save of step {request.step}",
         directory,
-        functools.partial(begin, directory, folder_name(request.step)),
+        start,
         lambda folder, writers: publish(folder, directory, request.step, writers, snapshot.document, request.keep),
     )
     return write_snapshot(snapshot, destination, ranks)

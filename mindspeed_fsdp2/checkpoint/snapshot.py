@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from . import model_state as model_part
 from . import rank_state as rank_part
 from .coordination import Coordination
-from .model_state import ModelState, model_state, parameter_names
+from .model_state import ModelState, model_state, parameter_names, trained_by
 from .optimizer_state import optimizer_state
 from .pieces import Piece, check_names, own_share, piece_of, staged
 from .values import Json, Packer, digest, dtype_name, fingerprint
@@ -43,11 +43,13 @@ class Snapshot:
         pieces: This rank's share of the tensors.
         document: What is saved beside tensors, equal on all ranks.
         aliases: Path of a further name of a tensor -> path of its first name.
+        shapes: Key of the model's state dict -> shape of the whole tensor, further names included.
     """
 
     pieces: list[Piece]
     document: dict[str, Json]
     aliases: dict[tuple[str, ...], tuple[str, ...]]
+    shapes: dict[str, tuple[int, ...]]
 
     def staged(self) -> Snapshot:
         """Return the same with copies in host memory."""
@@ -108,7 +110,9 @@ def settle(collect: Callable[[], Collected], ranks: Coordination) -> Snapshot:
         (first, second): (first, name) for second, name in found.model.ties.items()
     }
     document = {**found.document, "differing": sorted(differing)}
-    return Snapshot([*own_share(found.pieces), *own], document, aliases)
+    shapes = {key: tuple(tensor.shape) for key, tensor in found.model.tensors.items()}
+    shapes |= {second: shapes[name] for second, name in found.model.ties.items()}
+    return Snapshot([*own_share(found.pieces), *own], document, aliases, shapes)
 
 
 def buffer_path(rank: int, key: str) -> tuple[str, ...]:
@@ -144,7 +148,8 @@ def _collect(handle: Sharded, request: Request, rank: int, ranks: int) -> Collec
     model, pieces, document = collect_model(handle.module, rank, ranks, loose)
     document |= {"optimizer": None, "scheduler": None}
     if request.optimizer is not None:
-        state = optimizer_state(request.optimizer, parameter_names(handle.module), rank, ranks)
+        params = parameter_names(handle.module, trained_by(request.optimizer))
+        state = optimizer_state(request.optimizer, params, rank, ranks)
         document["optimizer"] = state.document
         pieces += state.pieces
         loose.update(state.tensors)
@@ -201,6 +206,11 @@ def conclude(
 def _packed(path: tuple[str, ...], value: object, loose: dict[tuple[str, ...], torch.Tensor]) -> Json:
     packer = Packer(path[0])
     packed = packer.pack(value, ".".join(path[1:]))
+    if twice := packer.tensors.keys() & loose.keys():
+        raise CheckpointError(
+            f"checkpoint: two tensors would be saved under one name: {'.'.join(min(twice))}. Rename a module or an "
+            "entry of its extra state."
+        )
     loose.update(packer.tensors)
     return packed
 

@@ -72,6 +72,9 @@ class Packer:
         if tensor.dim() == 0 and not tensor.is_complex():
             return {"$scalar": [dtype_name(tensor.dtype), tensor.item(), tensor.device.type]}
         path = (self._section, where) if where else (self._section,)
+        while path in self.tensors:  # {"a": {"b": …}, "a.b": …} and {1: …, "1": …} have the same places
+            where += "~"
+            path = (self._section, where)
         self.tensors[path] = tensor.detach()
         return {"$tensor": ".".join(path)}
 

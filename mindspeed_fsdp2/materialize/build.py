@@ -19,6 +19,7 @@ from .recorder import Recorder
 MARK = "_mindspeed_fsdp2_recording"
 _FROM_DATA = ("tensor", "as_tensor", "asarray")  # by name: CPU mode puts other functions in their place
 _READS_ALL = (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+_META = torch.device("meta")
 
 
 class Recording:
@@ -43,13 +44,16 @@ def meta_init() -> Iterator[None]:
     exactly those of building the model without ``meta_init``. Draw nothing between the two.
 
     Tensors made from data (``torch.tensor``, ``torch.from_numpy``) are real, and code that asks for a number
-    (``.item()``, ``if tensor.any()``) gets it. Change the model inside only: ``model.bfloat16()``, tied weights.
+    (``.item()``, ``if tensor.any()``) gets it; arrays of ``.numpy()`` are read-only. Tensors that the code puts on the
+    meta device by name get no values and draw nothing, as without ``meta_init``. Change the model inside only:
+    ``model.bfloat16()``, tied weights.
 
     Raises:
-        PlanError: Something inside cannot be recorded: random numbers drawn into a tensor made from data, or a tensor
-            given other memory.
+        PlanError: Something inside cannot be recorded: random numbers drawn into a tensor made from data, a tensor
+            given other memory, or an operator that does not run on the meta device.
     """
-    with recording() as made:
+    around = torch.get_default_device() == _META  # torch.device("meta") around us is about all of the model
+    with recording(None if around else _META) as made:
         built = False
         try:
             yield
@@ -65,7 +69,8 @@ def recording(home: torch.device | None = None) -> Iterator[Recording]:
     """Record as :func:`meta_init` does and give out the recording.
 
     Args:
-        home: Where meta tensors that were there before will live; None for the host.
+        home: Where meta tensors that were there before will live; None for the host. With the meta device itself, code
+            that names it means it, and what is there gets no values; else it is a framework's, around all of the model.
     """
     made = Recording(home or torch.device("cpu"))
 
@@ -76,7 +81,7 @@ def recording(home: torch.device | None = None) -> Iterator[Recording]:
         for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
             entered.callback(register(mark).remove)
         entered.enter_context(made.recorder)
-        entered.enter_context(_Pretence(made.recorder))
+        entered.enter_context(_Pretence(made.recorder, home == _META))
         entered.callback(made.recorder.close)
         yield made
 
@@ -96,9 +101,10 @@ def forget_recording(root: nn.Module) -> None:
 class _Pretence(TorchFunctionMode):
     """Lets recorded tensors say where they will live: ``torch.nn.init`` skips tensors on the meta device."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, keeps_meta: bool) -> None:
         super().__init__()
         self._recorder = recorder
+        self._keeps_meta = keeps_meta
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -107,9 +113,17 @@ class _Pretence(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._recorder.open or self._recorder.busy:
             return func(*args, **kwargs)
+        before = self._recorder.meant
+        self._recorder.meant = self._keeps_meta and _names_meta(func, args, kwargs)
+        try:
+            return self._answer(func, args, kwargs)
+        finally:
+            self._recorder.meant = before
+
+    def _answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(func, "__name__", "") in _FROM_DATA:
-            meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
-            if meta and not isinstance(args[0] if args else None, torch.Tensor):
+            meta = kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META
+            if meta and not self._keeps_meta and not isinstance(args[0] if args else None, torch.Tensor):
                 # On the meta device the data would be lost. A framework's torch.device("meta") around us says so.
                 kwargs = {name: value for name, value in kwargs.items() if name != "device"}
             return func(*args, **kwargs)
@@ -117,14 +131,26 @@ class _Pretence(TorchFunctionMode):
         if view is None:
             return func(*args, **kwargs)
         if func in _READS_ALL:
-            return func(self._recorder.value(args[0]), *args[1:], **kwargs)
+            return _read(func, self._recorder.value(args[0]), args[1:], kwargs)
         if func == _getter("device"):
             return view.buffer.device
         if func == _getter("is_meta"):
-            return False
+            return view.buffer.device == _META
         if func in (_getter("is_cuda"), _getter("is_cpu")):
             return func == _getter(f"is_{view.buffer.device.type}")
         return func(*args, **kwargs)
+
+
+def _names_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    asked = args[1] if func == torch.Tensor.to and len(args) > 1 else kwargs.get("device")
+    return isinstance(asked, (str, torch.device)) and torch.device(asked) == _META
+
+
+def _read(func: Callable[..., Any], value: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = func(value, *rest, **kwargs)
+    if func != torch.Tensor.tolist and result.ctypes.data == value.data_ptr():
+        result.flags.writeable = False  # what is written into a copy would be lost without a word
+    return result
 
 
 def _getter(name: str) -> Any:

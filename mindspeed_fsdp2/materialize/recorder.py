@@ -38,6 +38,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self.open = True
         self.busy = False
+        self.meant = False  # whether the call under way names the meta device and means it, unlike torch's own code
         self._home = home
         # Storage objects are kept, so that no later one gets their id; on the meta device they take no memory.
         self._buffers: dict[int, tuple[torch.UntypedStorage, Buffer]] = {}
@@ -67,14 +68,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         view = self._known(tensor)
         if not view.buffer.writers:
             raise PlanError(
-                "meta_init: the model's constructor reads a tensor that has no value, because it was made on the meta "
-                "device outside of meta_init. Build all of the model inside."
+                "meta_init: the model's constructor reads a tensor that has no value: nothing wrote into it, or it "
+                "was made on the meta device by name. Give it a value with torch's operators before."
             )
-        self.busy = True
+        before, self.busy = self.busy, True
         try:
             return self.tape.peek(view)
         finally:
-            self.busy = False
+            self.busy = before
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -83,6 +84,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if not self.open or self.busy:
             return func(*args, **kwargs)
+        self.busy = True  # tensors must not say here that they are elsewhere
+        try:
+            return self._answer(func, args, kwargs)
+        finally:
+            self.busy = False
+
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         name = func.overloadpacket.__name__
@@ -103,20 +111,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_unflatten(values, spec)
             return func(*args, **kwargs)
         if name in _NEW_STORAGE:
-            raise PlanError(f"meta_init: {name} gives a tensor other memory, which cannot be recorded.")
+            hint = " torch.load does: load after wrap_model, with load_full_state_dict." if name == "set_" else ""
+            raise PlanError(f"meta_init: {name} gives a tensor other memory, which cannot be recorded.{hint}")
         return self._record(func, name, leaves, spec, draws)
 
     def _record(self, func: Any, name: str, leaves: list[Any], spec: Any, draws: bool) -> Any:
         args, kwargs = tree_unflatten(leaves, spec)
         views = {at: self._known(leaf) for at, leaf in enumerate(leaves) if _is_meta(leaf)}
-        device = _intended(kwargs.get("device"), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], views)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        device = _intended(kwargs.get("device"), tensors, views, self.meant)
         written = _written(func, args, kwargs)
         if any(not tensor.is_meta for tensor in written):
             raise PlanError(f"meta_init: {name} writes values that are not there yet into a tensor made from data.")
         on_meta = [leaf.to(_META) if isinstance(leaf, torch.Tensor) and not leaf.is_meta else leaf for leaf in leaves]
         meta_args, meta_kwargs = tree_unflatten(on_meta, spec)
         sizes = [tensor.untyped_storage().nbytes() for tensor in written]
-        result = func(*meta_args, **_placed(meta_kwargs, _META))
+        nowhere = all(place == _META for place in [self._known(tensor).buffer.device for tensor in written] or [device])
+        try:
+            result = func(*meta_args, **_placed(meta_kwargs, _META))
+        except NotImplementedError as error:
+            if nowhere:
+                raise
+            raise PlanError(  # code around may take the other for an answer, as torch's parametrizations do
+                f"meta_init: {name} cannot be recorded: torch has no meta kernel for it, or the shape of its result "
+                "depends on values. Build this part before meta_init, or the model without meta_init."
+            ) from error
         if sizes != [tensor.untyped_storage().nbytes() for tensor in written]:
             raise PlanError(f"meta_init: {name} gives a tensor other memory, which cannot be recorded.")
         writes = {self._known(tensor).buffer for tensor in written}
@@ -124,7 +143,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fresh = {at: out for at, out in enumerate(outputs) if _is_meta(out) and self._unknown(out)}
         if not writes and not fresh:
             return result  # a view
+        if nowhere:  # ordinary construction would compute and draw nothing either
+            for out in fresh.values():
+                self._new(out, device)
+            return result
         source = next((view.buffer for view in views.values() if view.buffer not in writes), None)
+        if name in _COPY and source is not None and source.device == _META:
+            raise PlanError(
+                f"meta_init: {name} copies a tensor from the meta device, where it has no value. Call to_empty() and "
+                "initialise it then."
+            )
         valueless = name in _EMPTY or (name in _COPY and source is not None and not source.writers)
         created = {at: self._new(out, device) for at, out in fresh.items()}
         overwritten = None
@@ -180,9 +208,9 @@ def _view(tensor: torch.Tensor, buffer: Buffer) -> View:
     return View(buffer, tensor.dtype, tensor.size(), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
-def _intended(asked: Any, tensors: list[torch.Tensor], views: dict[int, View]) -> torch.device:
+def _intended(asked: Any, tensors: list[torch.Tensor], views: dict[int, View], meant: bool) -> torch.device:
     """Return where ordinary construction would put the result."""
-    if asked is not None and torch.device(asked) != _META:
+    if asked is not None and (torch.device(asked) != _META or meant):
         return torch.device(asked)
     devices = [view.buffer.device for view in views.values()] + [t.device for t in tensors if not t.is_meta]
     elsewhere = [device for device in devices if device.type != "cpu"]  # a scalar may stay on the host

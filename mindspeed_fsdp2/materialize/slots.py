@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,16 +76,17 @@ def _inside(name: str, holder: Any, key: Any, value: Any, seen: set[int]) -> Ite
         yield _slot(name, holder, key, "attribute")
         return
     parts: Iterable[tuple[str, Any, Any, Any]] = ()
-    if type(value) in (list, tuple):
-        place = value if type(value) is list else _Tuple(holder, key)
+    if isinstance(value, (list, deque, tuple)):
+        place = _Tuple(holder, key) if isinstance(value, tuple) else value
         parts = ((f"{name}[{at}]", place, at, item) for at, item in enumerate(value))
-    elif type(value) is dict:
+    elif isinstance(value, dict):
         parts = ((f"{name}[{inner!r}]", value, inner, item) for inner, item in list(value.items()))
     elif _is_plain(value):  # Megatron's token dispatchers hold indices
         parts = ((f"{name}.{inner}", vars(value), inner, item) for inner, item in list(vars(value).items()))
     else:
         return
-    if id(value) not in seen:
+    # A tuple is replaced in each place that holds it; everything else is changed in place.
+    if isinstance(value, tuple) or id(value) not in seen:
         seen.add(id(value))
         for part in parts:
             yield from _inside(*part, seen)
@@ -93,6 +96,7 @@ def _is_plain(value: object) -> bool:
     """Return whether ``value`` is an object of a class of the model's own, or of a library for models."""
     library = type(value).__module__.partition(".")[0]
     skipped = isinstance(value, (type, nn.Module)) or library == "torch" or library in sys.stdlib_module_names
+    skipped = skipped and not isinstance(value, (SimpleNamespace, UserDict, UserList))
     return not skipped and isinstance(getattr(value, "__dict__", None), dict)
 
 
@@ -107,7 +111,12 @@ class _Tuple:
 
     def __setitem__(self, at: int, item: Any) -> None:
         items = self._holder[self._key]
-        self._holder[self._key] = (*items[:at], item, *items[at + 1 :])
+        parts = (*items[:at], item, *items[at + 1 :])
+        kind = type(items)
+        # A named tuple's class takes its fields one by one; torch.return_types can be made by calling only.
+        made = kind(parts) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, parts)
+        getattr(made, "__dict__", {}).update(getattr(items, "__dict__", {}))
+        self._holder[self._key] = made
 
 
 def _slot(name: str, holder: Any, key: Any, kind: str) -> Slot:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -144,10 +146,71 @@ class Odd(nn.Module):
                 param.data.mul_(1.25)
 
 
+class Pair(NamedTuple):
+    """Holds a tensor."""
+
+    table: torch.Tensor
+    size: int
+
+
+class Held(nn.Module):
+    """Tensors in containers of other classes than list, tuple and dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.ordered = OrderedDict(a=torch.arange(3.0))
+        self.default = defaultdict(list, a=torch.arange(4.0))
+        self.queue = deque([torch.ones(2)])
+        self.space = SimpleNamespace(a=torch.arange(2.0))
+        self.pair = Pair(torch.arange(5.0), 5)
+        self.same = self.pair
+        self.top = torch.topk(self.first.bias.detach(), 2)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name."""
+        assert type(self.pair) is Pair and self.pair.size == 5
+        assert isinstance(self.top, torch.return_types.topk)
+        return {
+            "ordered": self.ordered["a"],
+            "default": self.default["a"],
+            "queue": self.queue[0],
+            "space": self.space.a,
+            "pair": self.pair.table,
+            "same": self.same.table,
+            "top": self.top.values,
+            "places": self.top.indices,
+        }
+
+
+class ByName(nn.Module):
+    """Puts modules on the meta device by name, where nothing is drawn, and gives them values later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.skip_init(nn.Linear, 4, 4)
+        nn.init.ones_(self.first.weight)
+        nn.init.normal_(self.first.bias)
+        self.second = nn.Linear(4, 3, device="meta")
+        self.second.weight.data.normal_()
+        self.second.to_empty(device="cpu")
+        self.second.reset_parameters()
+        with torch.device("meta"):
+            self.third = nn.Embedding(5, 4)
+            self.there = (self.third.weight.is_meta, str(torch.rand(2).device))
+        self.third.load_state_dict({"weight": torch.ones(5, 4)}, assign=True)
+        self.last = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.last.weight[self.last.weight > 0] = 0.5  # torch puts the number on the tensor's device itself
+
+
+OTHERS: dict[str, type[nn.Module]] = {"odd": Odd, "held": Held, "by_name": ByName}
+
+
 def build(kind: str, **options: Any) -> nn.Module:
-    """Return ``Net``, ``Odd`` or, with ``kind`` ``"bf16"``, a ``Net`` that is converted."""
-    if kind == "odd":
-        return Odd()
+    """Return ``Net``, one of ``OTHERS`` or, with ``kind`` ``"bf16"``, a ``Net`` that is converted."""
+    if kind in OTHERS:
+        return OTHERS[kind]()
     model = Net(**options)
     return model.bfloat16() if kind == "bf16" else model
 
@@ -159,6 +222,8 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(module, Rotary):
             found |= {f"{fqn}.scale": module.scale, f"{fqn}.tables": module.tables["cos"][0]}
             found[f"{fqn}.helper"] = module.helper.pair[0]
+    if isinstance(model, Held):
+        found |= model.held()
     whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in found.items()}
     return {name: tensor.detach() for name, tensor in whole.items()}
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mindspeed_fsdp2 import wrap_model
@@ -209,6 +210,25 @@ def test_extra_comes_back_as_it_was(ranks2: RankPool, tmp_path: Path) -> None:
             assert back_tensors[name].dtype == value.dtype and torch.equal(back_tensors[name], value), name
 
 
+def _same_places(directory: str) -> Any:
+    model, _, _ = Job().build()
+    extra = {
+        "a": {"b": torch.tensor([1.0]), "b~": torch.tensor([2.0])},
+        "a.b": torch.tensor([3.0]),
+        "keys": {1: torch.tensor([4.0]), "1": torch.tensor([5.0])},
+        "": torch.tensor([6.0]),
+    }
+    save_checkpoint(directory, model, step=1, extra=extra)
+    return load_checkpoint(directory, model).extra
+
+
+def test_tensors_of_extra_whose_dotted_names_are_the_same(ranks2: RankPool, tmp_path: Path) -> None:
+    for back in ranks2.run(_same_places, str(tmp_path)):
+        assert {key: value.item() for key, value in back["a"].items()} == {"b": 1.0, "b~": 2.0}
+        assert (back["a.b"].item(), back[""].item()) == (3.0, 6.0)
+        assert {key: value.item() for key, value in back["keys"].items()} == {1: 4.0, "1": 5.0}
+
+
 def _schedulers(directory: str) -> list[list[float]]:
     model, _, _ = Job().build()
     rates = []
@@ -351,6 +371,71 @@ def _recomputed(directory: str) -> bool:
 
 def test_recomputation_does_not_enter_names(ranks2: RankPool, tmp_path: Path) -> None:
     assert ranks2.run(_recomputed, str(tmp_path)) == [True, True]
+
+
+class Renamed(Mixed):
+    """Saves one key under an older name, and the head's weight under its second name only."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self._register_state_dict_hook(_to_old_names)
+        self._register_load_state_dict_pre_hook(_from_old_names)
+
+
+def _to_old_names(module: nn.Module, state: dict[str, Any], prefix: str, local: Any) -> None:
+    state[f"{prefix}old.gate"] = state.pop(f"{prefix}gate.weight")
+    del state[f"{prefix}embedding.weight"]
+
+
+def _from_old_names(state: dict[str, Any], prefix: str, *_rest: Any) -> None:
+    state[f"{prefix}gate.weight"] = state.pop(f"{prefix}old.gate")
+
+
+def _wrapped_layers(wrapped: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer, _ = Job().build(seed=seed)
+    if wrapped:
+        kind = type(model.layers[0])
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
+    return model, optimizer
+
+
+def _renamed(wrapped: bool, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = wrap_model(Renamed(), LAYERS)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _other_names(directory: str) -> list[Any]:
+    found = []
+    for number, (make, saved, loaded) in enumerate(
+        ((_wrapped_layers, True, True), (_wrapped_layers, True, False), (_wrapped_layers, False, True), (_renamed,) * 3)
+    ):
+        model, optimizer = make(bool(saved), 1)
+        other, other_optimizer = make(bool(loaded), 2)
+        where = f"{directory}/{number}"
+        for step in range(2):
+            model(tokens_of(step, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save_checkpoint(where, model, optimizer, step=2)
+        report = str(load_checkpoint(where, other, other_optimizer).report)
+        states = [
+            list(each.state.get(param, {}).values())
+            for each, of in ((optimizer, model), (other_optimizer, other))
+            for param in of.parameters()
+        ]
+        half = len(states) // 2
+        equal = all(
+            len(one) == len(two) and all(torch.equal(full(x), full(y)) for x, y in zip(one, two))
+            for one, two in zip(states[:half], states[half:])
+        )
+        found.append((report, equal, sum(map(bool, states[half:])) > 10))
+    return found
+
+
+def test_optimizer_state_of_parameters_whose_names_are_not_their_keys(ranks2: RankPool, tmp_path: Path) -> None:
+    expected = [("everything was loaded", True, True)] * 4
+    assert ranks2.run(_other_names, str(tmp_path)) == [expected, expected]
 
 
 def test_the_manifest_lists_every_file(ranks2: RankPool, tmp_path: Path) -> None:

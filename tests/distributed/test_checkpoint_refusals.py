@@ -426,3 +426,114 @@ def test_one_name_for_two_tensors(ranks2: RankPool, tmp_path: Path) -> None:
         "checkpoint: two tensors would be saved under one name: optimizer.state.a.y.z. Rename a module or an optimizer "
         "state."
     )
+
+
+def _drop_gate(module: nn.Module, state: dict[str, Any], prefix: str, local: Any) -> None:
+    del state[f"{prefix}weight"]
+
+
+def _without_key(directory: str) -> list[str]:
+    model, optimizer, _ = Job().build()
+    save_checkpoint(directory, model, optimizer, step=1)
+    model.gate._register_state_dict_hook(_drop_gate)
+    others = torch.optim.SGD(p for n, p in model.named_parameters() if n != "gate.weight")
+    return [
+        message(lambda: save_checkpoint(directory, model, optimizer, step=2)),
+        message(lambda: load_checkpoint(directory, model, optimizer, partial=True)),
+        message(lambda: save_checkpoint(f"{directory}/others", model, others, step=2)),
+    ]
+
+
+def test_trained_parameters_without_a_key(ranks2: RankPool, tmp_path: Path) -> None:
+    save, load, untrained = same(ranks2.run(_without_key, str(tmp_path)))
+    assert (
+        save
+        == load
+        == (
+            "optimizer: gate.weight has no key in the model's state_dict(), so neither its values nor its optimizer state can "
+            "be saved or loaded. Remove the hook that drops it, or do not train it."
+        )
+    )
+    assert untrained == "no error"
+
+
+def _frozen_drift(directory: str) -> str:
+    model, _, _ = Job(config=(("ignored_modules", ["frozen"]),)).build()
+    with torch.no_grad():
+        model.frozen.bias.fill_(dist.get_rank())
+    return message(lambda: save_checkpoint(directory, model, step=1))
+
+
+def test_frozen_whole_parameters_that_differ_between_ranks(ranks2: RankPool, tmp_path: Path) -> None:
+    assert same(ranks2.run(_frozen_drift, str(tmp_path))) == (
+        "save_checkpoint: frozen.bias has other values on each rank although it is not sharded. Change parameters equally "
+        "on every rank."
+    )
+
+
+def _two_models(directory: str) -> list[str]:
+    job, wider = Job().build()[0], wrap_model(Decoder(layers=2, dim=16, vocab=34), LAYERS)
+    return [
+        message(lambda: save_checkpoint(directory, job, step=1)),
+        message(lambda: save_checkpoint(directory, wider, step=1)),
+        message(lambda: save_checkpoint(directory, job, step=1)),
+        message(lambda: save_checkpoint(directory, wider, step=2)),
+        message(lambda: load_checkpoint(directory, job, step=1)),
+    ]
+
+
+def test_another_models_checkpoint_is_not_replaced(ranks2: RankPool, tmp_path: Path) -> None:
+    first, second, *rest = same(ranks2.run(_two_models, str(tmp_path)))
+    assert second == (
+        f"{tmp_path}/step-00000001: it holds another model, and this save of step 1 would replace it: adapter.bias is "
+        "absent here and (16,) there. Use another directory for each model, or remove this checkpoint first."
+    )
+    assert [first, *rest] == ["no error"] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001-2", "step-00000002"]
+
+
+def _moved_groups(directory: str) -> list[Any]:
+    model, _, _ = Job().build()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+
+    def build(*groups: list[nn.Parameter]) -> tuple[Any, Any]:
+        optimizer = torch.optim.AdamW([{"params": group, "lr": 0.1 / len(group)} for group in groups])
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    first, scheduler = build(weights, rest)
+    save_checkpoint(directory, model, first, step=1, scheduler=scheduler)
+    answers: list[Any] = []
+    for groups in ((rest, weights), (weights, rest[:3], rest[3:]), (weights[::-1], rest)):
+        optimizer, scheduler = build(*groups)
+        answers.append(message(lambda: load_checkpoint(directory, model, optimizer, scheduler=scheduler)))  # noqa: B023
+    optimizer, scheduler = build(rest, weights)
+    rates = list(scheduler.base_lrs)
+    report = load_checkpoint(directory, model, optimizer, scheduler=scheduler, partial=True).report
+    return [
+        *answers,
+        message(lambda: load_checkpoint(directory, model, optimizer)),
+        str(report),
+        rates == scheduler.base_lrs,
+    ]
+
+
+def test_a_scheduler_and_groups_in_another_order(ranks2: RankPool, tmp_path: Path) -> None:
+    swapped, split, alike, without, report, kept = same(ranks2.run(_moved_groups, str(tmp_path)))
+    line = "the scheduler's rates follow the positions of param groups, but {}: the scheduler is not loaded"
+    of_swapped = line.format("param group 0 holds other parameters than in the checkpoint")
+    assert swapped.splitlines()[1:-1] == [f"  {of_swapped}"]
+    assert split.splitlines()[1:-1] == [f"  {line.format('the optimizer has 3 param groups, the checkpoint 2')}"]
+    assert (alike, without, report, kept) == ("no error", "no error", of_swapped, True)
+
+
+def test_a_changed_digit_beside_the_tensors(ranks2: RankPool, saved: Path) -> None:
+    state = saved / "step-00000002" / "state.json"
+    before = state.read_text()
+    state.write_text(before.replace('"seen": 24', '"seen": 25'))
+    assert state.read_text() != before
+    answer = same(ranks2.run(_load, str(saved)))
+    assert answer.startswith(f"{state}: its checksum is ")
+    assert answer.endswith(": it was changed after the save. Load another checkpoint.")
+    state.write_text(before)
+    assert same(ranks2.run(_load, str(saved))) == "no error"

@@ -99,6 +99,10 @@ def fault(kind: str, folder: str) -> str:
         del values["head.weight"]
     elif kind == "nested":
         values = {"model": values}
+    elif kind == "kinds":
+        values |= {"norm.bias": values["norm.bias"].to(torch.int8), "head.weight": values["head.weight"].cfloat()}
+    elif kind in LAYOUTS:
+        values |= {"norm.bias": LAYOUTS[kind](values["norm.bias"])}
     elif kind == "nothing":
         values = None
     elif kind in ("cut", "pickle", "absent"):
@@ -118,6 +122,14 @@ def fault(kind: str, folder: str) -> str:
     return "nothing"
 
 
+LAYOUTS = {
+    "sparse": lambda value: value.to_sparse(),
+    "meta": lambda value: value.to("meta"),
+}
+WHOLE = (
+    "load_full_state_dict: norm.bias are no whole dense tensors (sharded, sparse, quantized or on the meta device). Pass "
+    "whole values, as the state_dict() of an unwrapped model has them."
+)
 ON = "on rank 0 of 2: "
 FAULTS = {
     "keys": (
@@ -128,6 +140,12 @@ FAULTS = {
         "load_full_state_dict: the values do not fit the model:\n  missing: head.weight\nBuild the same model. "
         "strict=False loads what fits."
     ),
+    "kinds": (
+        "load_full_state_dict: the values do not fit the model:\n  other dtype: norm.bias is float32 here and int8 there, "
+        "head.weight is float32 here and complex64 there\nBuild the same model."
+    ),
+    "sparse": WHOLE,
+    "meta": WHOLE,
     "nested": ("load_full_state_dict: model hold no tensors. Pass the state dict itself, not what it is part of."),
     "nothing": ("load_full_state_dict: no source on the first data-parallel rank. Pass a mapping or a path there."),
     "cut": "DIR/w.safetensors: it cannot be read: ValueError: 'a' lies beyond the end of the file",
@@ -176,3 +194,75 @@ def peak(rank: int) -> tuple[int, int, int]:
 def test_one_whole_tensor_at_a_time(ranks2: RankPool) -> None:
     for most, largest, shards in ranks2.run(peak, 0):
         assert largest <= most <= 1.1 * largest < 0.3 * shards, (most, largest, shards)
+
+
+class Lazy(dict[str, torch.Tensor]):
+    """A mapping whose reading fails at one key, as a file on a lost disk."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key == "norm.bias":
+            raise OSError("the disk is gone")
+        return super().__getitem__(key)
+
+
+def lazy_fault() -> str:
+    model = wrap_model(Net(), CONFIG)
+    try:
+        load_full_state_dict(model, Lazy(source().state_dict()) if not dist.get_rank() else None)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_source_that_fails_late_ends_every_rank(ranks2: RankPool) -> None:
+    first, second = ranks2.run(lazy_fault)
+    text = "load_full_state_dict: norm.bias could not be read on the first data-parallel rank"
+    rest = ". What comes before it is loaded already: load again from a good source before training."
+    assert first == f"{text} (OSError: the disk is gone){rest}"
+    assert second == text + rest
+
+
+class TiedPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4, bias=False)])
+        self.embedding = nn.Linear(4, 4, bias=False)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def untied() -> tuple[str, float]:
+    model = wrap_model(TiedPair(), CONFIG)
+    values = {
+        "blocks.0.weight": torch.ones(4, 4),
+        "embedding.weight": torch.ones(4, 4),
+        "head.weight": torch.ones(4, 4),
+    }
+    load_full_state_dict(model, values)
+    total = sum(full.sum().item() for full in (p.full_tensor() for p in model.parameters()))
+    try:
+        load_full_state_dict(model, {**values, "head.weight": torch.zeros(4, 4)})
+    except CheckpointError as error:
+        return str(error), total
+    return "nothing", total
+
+
+def test_two_values_for_one_tied_tensor(ranks2: RankPool) -> None:
+    text = (
+        "load_full_state_dict: the values do not fit the model:\n  one tensor here, two there: head.weight and "
+        "embedding.weight\nBuild the same model."
+    )
+    assert ranks2.run(untied) == [(ON + text, 32.0)] * 2
+
+
+def from_index(folder: str) -> float:
+    model = wrap_model(nn.Sequential(nn.Linear(2, 2, bias=False)), {"sharding_size": "auto", "sub_modules_to_wrap": []})
+    load_full_state_dict(model, Path(folder, "m.safetensors.index.json"))
+    return next(model.parameters()).full_tensor().sum().item()
+
+
+def test_the_index_says_which_file_holds_a_key(ranks2: RankPool, tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "a.safetensors", {"0.weight": torch.ones(2, 2)})
+    write_safetensors(tmp_path / "b.safetensors", {"0.weight": torch.full((2, 2), 9.0), "other": torch.ones(1)})
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": {"0.weight": "a.safetensors"}}))
+    assert ranks2.run(from_index, os.fspath(tmp_path)) == [4.0] * 2

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mindspeed_fsdp2 import FSDP2Error, accumulate, wrap_model
+from mindspeed_fsdp2 import FSDP2Error, accumulate, full_parameters, wrap_model
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_unused import Routed
 from tests.distributed.towers import (
@@ -173,13 +173,21 @@ def _freeze(unsharded: bool, settings: dict[str, Any], how: str) -> dict[str, to
         model(inputs(0, 0, rank))
         model.head.requires_grad_(False)
         model.layers[1].requires_grad_(False)
+        if how == "evaluation":
+            with torch.no_grad():
+                model(inputs(0, 0, rank))
+        elif how == "state dict":
+            model.state_dict()
+        elif how == "gathered" and not unsharded:
+            with full_parameters(model):
+                pass
     model.zero_grad()
     for other in range(ranks) if unsharded else [rank]:
         (model(inputs(1, 0, other)).square().mean() / (ranks if unsharded else 1)).backward()
     return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["generator", "after a forward"])
+@pytest.mark.parametrize("how", ["generator", "after a forward", "evaluation", "state dict", "gathered"])
 @pytest.mark.parametrize("settings", [{}, {"reshard_after_forward": False}, {"sharding_size": 1}])
 def test_freezing_between_forwards(ranks2: RankPool, settings: dict[str, Any], how: str) -> None:
     for ours, theirs in zip(
@@ -232,7 +240,7 @@ def test_sums_in_another_dtype_of_parameters_first_used_late(
             assert (run.grads[name] - grad).abs().max() <= 0.02 * grad.abs().max(), name  # bf16 keeps 8 bits
 
 
-def _hidden(settings: dict[str, Any]) -> float:
+def _hidden(settings: dict[str, Any], by_rank: bool = False) -> float:
     """Keep the loss in an attribute of the model; return the largest difference to one process."""
 
     class Keeps(nn.Module):
@@ -248,10 +256,10 @@ def _hidden(settings: dict[str, Any]) -> float:
     ours, theirs = wrap_model(Keeps(), config), Keeps()
     for micro in range(3):
         with accumulate(ours, last=micro == 2):
-            ours(inputs(0, micro, rank), micro > 0)
+            ours(inputs(0, micro, rank), rank == 0 if by_rank else micro > 0)
             ours.loss.backward()
         for other in range(ranks):
-            theirs(inputs(0, micro, other), micro > 0)
+            theirs(inputs(0, micro, other), other == 0 if by_rank else micro > 0)
             (theirs.loss / ranks).backward()
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     return max((full(mine.grad) - its.grad).abs().max().item() / its.grad.abs().max().item() for mine, its in pairs)
@@ -260,17 +268,33 @@ def _hidden(settings: dict[str, Any]) -> float:
 @pytest.mark.parametrize("settings", [{"reduce_grads": "last_microbatch"}, {}, {"sharding_size": 1}])
 def test_loss_kept_in_an_attribute(ranks2: RankPool, settings: dict[str, Any]) -> None:
     assert max(ranks2.run(_hidden, settings)) < 2e-6
+    assert max(ranks2.run(_hidden, settings, True)) < 2e-6
     if settings.get("reduce_grads"):
         bf16 = {**settings, "param_dtype": "bf16", "reduce_dtype": "fp32"}
         assert max(ranks2.run(_hidden, bf16)) < 0.05
 
 
+class Shares(nn.Module):
+    """A norm whose momentum is the share that is kept, held in a buffer, as in other frameworks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_var", torch.ones(WIDTH))
+        self.register_buffer("momentum", torch.tensor(0.9))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.running_var.mul_(self.momentum).add_((1 - self.momentum) * x.detach().var(0))
+        return self.scale * x
+
+
 def _normed(recomputed: bool, reentrant: bool) -> list[torch.Tensor]:
     torch.manual_seed(8)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=m)) for m in (0.1, None)]
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers)
-    recompute = {"recompute_modules": ["1", "2"], "use_reentrant": reentrant} if recomputed else {}
-    wrap_model(model, {"sharding_size": "auto", "sub_modules_to_wrap": ["1", "2"], **recompute})
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Sequential(nn.Linear(WIDTH, WIDTH), Shares()))
+    recompute = {"recompute_modules": ["1", "2", "3"], "use_reentrant": reentrant} if recomputed else {}
+    wrap_model(model, {"sharding_size": "auto", "sub_modules_to_wrap": ["1", "2", "3"], **recompute})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         model(inputs(step, 0, dist.get_rank())).square().mean().backward()

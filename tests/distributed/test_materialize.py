@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +68,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "offload": ("net", {}, {"offload_to_cpu": True, "pin_memory": False}),
     "bf16": ("bf16", {}, {"param_dtype": "bf16"}),
     "odd": ("odd", {}, {"sub_modules_to_wrap": ["first", "attention"]}),
+    "held": ("held", {}, {"sub_modules_to_wrap": ["first"]}),
+    "by_name": ("by_name", {}, {"sub_modules_to_wrap": ["first"]}),
     "unsharded": ("net", {}, {"sharding_size": 1}),
 }
 
@@ -348,6 +353,40 @@ class Reads(nn.Module):
         self.weight = nn.Parameter(table)
 
 
+def orthogonal() -> nn.Module:
+    """Asks torch to swallow a NotImplementedError."""
+    return nn.utils.parametrizations.orthogonal(nn.Linear(4, 4))
+
+
+def indexed() -> nn.Module:
+    """Takes a NotImplementedError for an answer."""
+    layer = nn.Linear(4, 4)
+    with contextlib.suppress(NotImplementedError):
+        layer.weight.data.mul_(len(torch.nonzero(layer.weight > 0)))
+    return layer
+
+
+def copied_out() -> nn.Module:
+    return nn.Linear(2, 2, device="meta").to("cpu")
+
+
+def loads() -> nn.Module:
+    layer, file = nn.Linear(2, 2), io.BytesIO(FILE)
+    layer.load_state_dict(torch.load(file))
+    return layer
+
+
+def saved_file() -> bytes:
+    file = io.BytesIO()
+    torch.save(nn.Linear(2, 2).state_dict(), file)
+    return file.getvalue()
+
+
+FILE = saved_file()
+NO_KERNEL = (
+    "meta_init: {} cannot be recorded: torch has no meta kernel for it, or the shape of its result depends on values. "
+    "Build this part before meta_init, or the model without meta_init."
+)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "converted": (
         lambda: nn.Linear(2, 2),
@@ -369,6 +408,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "meta_init: normal_ draws random numbers into a tensor made from data, which would come out of order. Make it "
         "with torch.empty, torch.zeros or the like.",
     ),
+    "orthogonal": (orthogonal, NO_KERNEL.format("geqrf")),
+    "indexed": (indexed, NO_KERNEL.format("nonzero")),
+    "copied_out": (
+        copied_out,
+        "meta_init: _to_copy copies a tensor from the meta device, where it has no value. Call to_empty() and initialise "
+        "it then.",
+    ),
+    "loads": (
+        loads,
+        "meta_init: set_ gives a tensor other memory, which cannot be recorded. torch.load does: load after wrap_model, "
+        "with load_full_state_dict.",
+    ),
     "writes": (Reads, "meta_init: copy_ writes values that are not there yet into a tensor made from data."),
 }
 
@@ -376,6 +427,25 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_recorded_is_refused(ranks2: RankPool, case: str) -> None:
     assert ranks2.run(refused, case) == [REFUSED[case][1]] * 2
+
+
+def test_arrays_cannot_be_written_through() -> None:
+    with meta_init():
+        weight = nn.Parameter(torch.zeros(3))
+        for array in (weight.detach().numpy(), np.asarray(weight.data)):
+            with pytest.raises(ValueError, match="read-only"):
+                array[:] = 4.0
+        for copy in (np.array(weight.data), np.asarray(weight.data, dtype="float64"), weight.data.numpy().copy()):
+            copy[:] = 4.0  # a copy in ordinary construction too
+
+
+def test_a_framework_around_may_say_meta() -> None:
+    torch.manual_seed(1)
+    expected = nn.Linear(3, 3).weight
+    torch.manual_seed(1)
+    with torch.device("meta"), meta_init():
+        layer = nn.Linear(3, 3)
+        assert layer.weight.tolist() == expected.tolist()
 
 
 class Fails(nn.Module):

@@ -252,6 +252,32 @@ def test_step_given_up_between_a_forward_and_its_backward(ranks2: RankPool, name
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def _frozen_between(settings: dict[str, Any], after: int, undo: bool) -> str:
+    model = wrap_model(SHARDABLE(), {**UNITS, **settings})
+    try:
+        for micro in range(3):
+            with accumulate(model, last=micro == 2):
+                _loss(model, 0, micro).backward()
+            if micro == after:
+                model.layers[0].requires_grad_(False)
+                if undo:
+                    model.layers[0].requires_grad_(True)
+    except FSDP2Error as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("settings", [{}, LAST, {"sharding_size": 1}], ids=["every", "last", "replicas"])
+def test_freezing_between_micro_batches(ranks2: RankPool, settings: dict[str, Any]) -> None:
+    text = (
+        "accumulate: parameters were frozen or unfrozen between two micro-batches of one step, whose sums hold their "
+        "gradients or do not. Do that between steps; to give this one up call model.zero_grad()."
+    )
+    assert ranks2.run(_frozen_between, settings, 0, False) == [text] * 2
+    assert ranks2.run(_frozen_between, settings, 0, True) == [""] * 2
+    assert ranks2.run(_frozen_between, settings, 2, False) == [""] * 2
+
+
 def _partly_dropped(settings: dict[str, Any], frozen: bool) -> str:
     """Drop what an optimizer holds that lacks the smallest parameter, frozen after wrapping or not."""
     model = wrap_model(SHARDABLE(), {**UNITS, **settings})

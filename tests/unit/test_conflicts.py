@@ -155,6 +155,7 @@ FIRING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]] = 
     ),
     "dumps": ({"save_wgrads_interval": 5}, {}, {}, "--save-wgrads-interval 5"),
     "ckpt_format": ({"ckpt_format": "torch"}, {}, {}, "--ckpt-format torch"),
+    "ckpt_step_zero": ({"ckpt_step": 0}, {}, {}, "--ckpt-step 0"),
     "torch_dcp_tensor_parallel": (
         {"tensor_model_parallel_size": 2},
         {},

@@ -28,6 +28,18 @@ CHECKPOINT: Final[tuple[Conflict, ...]] = (
         _WRITE_DCP,
     ),
     Conflict(
+        "ckpt_step_zero",
+        (Flag("--ckpt-step", off=(None,), only=(0,), shown="0"),),
+        Text(
+            "Megatron takes 0 for not given, and loads the newest checkpoint.",
+            "Megatron 把 0 当作没有给出，会加载最新的检查点。",
+        ),
+        Text(
+            "Remove it, or give the iteration of a checkpoint; without --load the run starts from initial weights.",
+            "去掉它，或给出某个检查点的迭代数；不加 --load 时训练从初始权重开始。",
+        ),
+    ),
+    Conflict(
         "torch_dcp_tensor_parallel",
         (Flag("--ckpt-format", only=("torch_dcp",), shown="torch_dcp"),),
         Text(

@@ -33,7 +33,7 @@ def check_directory(args: Namespace, load_arg: str) -> Path | None:
     if directory is None or not (directory / TRACKER).is_file():
         return directory
     text = (directory / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
-    if text != "release" and not text.isdigit():
+    if text != "release" and not (text.isascii() and text.isdigit()):
         raise CheckpointError(
             f"{directory / TRACKER}: {text[:40]!r} is neither an iteration nor 'release'. {_others(directory)} Write "
             "the number of one of them into the file."

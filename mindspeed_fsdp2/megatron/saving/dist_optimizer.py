@@ -61,7 +61,16 @@ def wrap_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
             state_dict[_MEGATRON_MAIN] = []
             inner = state_dict["optimizer"]
         _unwrap_plain_states(self, inner["state"])
-        original(self, state_dict)
+        try:
+            original(self, state_dict)
+        except ValueError as error:
+            if "parameter group" not in str(error):
+                raise
+            raise CheckpointError(
+                f"load_checkpoint: the optimizer's parameter groups are others than those saved ({error}). In "
+                "torch_dist Megatron knows them by their learning rates and decays: give --lr, --min-lr and "
+                "--weight-decay as they were, add --no-load-optim, or save in torch_dcp."
+            ) from error
         if main is not None:
             with torch.no_grad():
                 for number, param in enumerate(_parameters(self)):

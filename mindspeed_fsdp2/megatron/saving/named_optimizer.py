@@ -69,10 +69,15 @@ class NamedOptimizer:
             self._optimizer.reload_model_params()
 
     def params(self) -> dict[str, nn.Parameter]:
-        """Return fqn -> what the torch optimizers step on: the parameter itself, or its main copy."""
+        """Return fqn -> what the torch optimizers step on: the parameter itself, or its main copy.
+
+        Raises:
+            CheckpointError: A trained parameter has no key in the state dict.
+        """
         held = {id(param) for group in self.param_groups for param in group["params"]}
         found: dict[str, nn.Parameter] = {}
-        for fqn, param in parameter_names(self.root).items():
+        trained = [p for p in self.root.parameters() if not held.isdisjoint((id(p), id(getattr(p, "main_param", p))))]
+        for fqn, param in parameter_names(self.root, trained).items():
             main = getattr(param, "main_param", None)
             found[fqn] = main if id(param) not in held and main is not None and id(main) in held else param
         return found
