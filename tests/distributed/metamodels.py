@@ -197,7 +197,7 @@ class ByName(nn.Module):
         self.second.reset_parameters()
         with torch.device("meta"):
             self.third = nn.Embedding(5, 4)
-            self.there = (self.third.weight.is_meta, str(torch.rand(2).device))
+            assert (self.third.weight.is_meta, str(torch.rand(2).device)) == (True, "meta")
         self.third.load_state_dict({"weight": torch.ones(5, 4)}, assign=True)
         self.last = nn.Linear(4, 4)
         with torch.no_grad():

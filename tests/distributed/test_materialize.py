@@ -435,7 +435,7 @@ def test_arrays_cannot_be_written_through() -> None:
         for array in (weight.detach().numpy(), np.asarray(weight.data)):
             with pytest.raises(ValueError, match="read-only"):
                 array[:] = 4.0
-        for copy in (np.array(weight.data), np.asarray(weight.data, dtype="float64"), weight.data.numpy().copy()):
+        for copy in (np.asarray(weight.data, dtype="float64"), weight.data.numpy().copy()):
             copy[:] = 4.0  # a copy in ordinary construction too
 
 
