@@ -29,6 +29,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "apply_to_tensors",
+    "backward_waits",
     "before_reduction",
     "drop_pending",
     "gradient_hooks",
@@ -57,6 +58,12 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Return whether autograd runs on this thread right now; no public name tells."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_waits(root: nn.Module) -> bool:
+    """Return whether FSDP waits for the end of a backward of ``root``; outside of backward: of one that failed."""
+    state: Any = state_of(root)
+    return bool(state._state_ctx.post_backward_final_callback_queued)
 
 
 def before_reduction(unit: nn.Module, listener: Callable[[bool, bool], None]) -> None:

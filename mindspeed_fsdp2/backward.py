@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ._torch_private import in_backward, queue_callback
+from ._torch_private import backward_waits, in_backward, queue_callback
 from .hidden_outputs import tensors_in
 
 
@@ -30,6 +31,7 @@ class Backward:
         Args:
             root: The root unit's module, every unit sharded.
         """
+        self._root = weakref.ref(root)
         self.running = False
         self.forward_failed = False
         self.failed = False
@@ -65,7 +67,11 @@ class Backward:
 
     def stopped(self) -> bool:
         """Return whether the last forward or backward ended with an exception."""
-        return self.failed or self.forward_failed or (self.running and not in_backward())
+        return self.failed or self.forward_failed or (self._under_way() and not in_backward())
+
+    def _under_way(self) -> bool:
+        root = self._root()  # FSDP may know of a backward that nobody announced: the loss came out elsewhere
+        return self.running or (root is not None and backward_waits(root))
 
     def recovered(self) -> None:
         """Note that nothing is left of the exception."""
@@ -79,7 +85,7 @@ class Backward:
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
         if in_backward():
             return
-        if self.running:
+        if self._under_way():
             self.running, self.failed = False, True
         for listener in self._forwards:
             listener()

@@ -108,6 +108,7 @@ class UnitGradients:
         self._waiting.clear()
         self._used.clear()
         for name, hooks in self._hooks.items():
+            hooks.update(reduction_hooks(self._filled[name]) or {})  # what was added meanwhile
             set_reduction_hooks(self._filled[name], hooks)
         self._hooks.clear()
         self._filled.clear()
@@ -173,7 +174,7 @@ class UnitGradients:
     def _hold_hooks(self, slot: _Slot) -> None:
         """Let hooks on a reduced gradient, such as an optimizer's step, wait until it is known whether there is one."""
         if hooks := reduction_hooks(slot.shard):
-            self._hooks[slot.fqn] = hooks
+            self._hooks.setdefault(slot.fqn, hooks).update(hooks)
             set_reduction_hooks(slot.shard, None)
 
     def _finish(self) -> None:

@@ -122,6 +122,28 @@ def test_optimizer_in_backward_of_a_unit_that_runs_twice(ranks2: RankPool) -> No
     assert ranks2.run(_twice_in_backward, {"recompute_modules": ["layers.0"]}) == [text] * 2
 
 
+def _hook_between() -> float:
+    """Log gradients with a hook that is added between two micro-batches, beside an optimizer that steps in backward."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for logs in (False, True):
+        model = wrap_model(Routed(False), {**ROUTED, "sharding_size": 1})
+        _step_in_backward(model)
+        for step in range(3):
+            for micro in range(2):
+                if logs and step == 1 and micro == 1:
+                    for param in model.parameters():
+                        param.register_post_accumulate_grad_hook(lambda _param: None)
+                with accumulate(model, last=micro == 1):
+                    model(inputs(step, micro, rank), (rank + micro * ranks) % 4).backward()
+        losses.append([full(param) for param in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*losses, strict=True))
+
+
+def test_hook_added_between_micro_batches(ranks2: RankPool) -> None:
+    assert ranks2.run(_hook_between) == [0.0, 0.0]
+
+
 def _whole_in_backward() -> str:
     model = wrap_model(SHARDABLE(), WHOLE)
     _step_in_backward(model)
@@ -263,6 +285,52 @@ def _hidden(settings: dict[str, Any], by_rank: bool = False) -> float:
             (theirs.loss / ranks).backward()
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     return max((full(mine.grad) - its.grad).abs().max().item() / its.grad.abs().max().item() for mine, its in pairs)
+
+
+def _hidden_and_interrupted() -> float:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = SHARDABLE()
+
+        def forward(self, x: torch.Tensor) -> None:
+            self.loss = self.body(x).square().mean()
+
+    rank = dist.get_rank()
+    results = []
+    for fails in (False, True):
+        model = wrap_model(Keeps(), {**BASE, "sub_modules_to_wrap": ["body.pre", "body.layers.{*}", "body"]})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            if fails:
+                model(inputs(70, 0, rank))
+                handle = (
+                    model.loss.register_hook(_interrupt)
+                    if step
+                    else model.body.layers[2].register_forward_hook(
+                        lambda _m, _a, out: out.register_hook(_interrupt) and None
+                    )
+                )
+                if not step:
+                    model(inputs(70, 0, rank))
+                with pytest.raises(KeyError):
+                    model.loss.backward()
+                handle.remove()
+                optimizer.zero_grad()
+            model(inputs(step, 0, rank))
+            model.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([full(param) for param in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+def _interrupt(_grad: torch.Tensor) -> None:
+    raise KeyError
+
+
+def test_loss_kept_in_an_attribute_and_an_exception(ranks2: RankPool) -> None:
+    assert ranks2.run(_hidden_and_interrupted) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("settings", [{"reduce_grads": "last_microbatch"}, {}, {"sharding_size": 1}])
