@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .backward import Backward
 from .errors import FSDP2Error
 from .gathering import reshard_all
 from .recovery import Recovery
+from .step_hooks import before_each_step
 from .step_state import StepState
 
 _REPLACED = "_mindspeed_fsdp2_replaced"
@@ -89,7 +89,7 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> N
 
     root.register_forward_hook(note_forward)
     backward.on_begin(begins)
-    weakref.finalize(root, register_optimizer_step_pre_hook(before_step).remove)
+    before_each_step(root, before_step)
 
 
 def _refuse_stale(params: Sequence[nn.Parameter]) -> None:

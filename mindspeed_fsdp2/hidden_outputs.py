@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ._torch_private import has_gradient_hooks, in_backward
 from .errors import FSDP2Error
+from .step_hooks import before_each_step
 
 _SEEN_AT_MOST = 2000  # objects, so that an output that holds a whole program costs little
 _NAMED_AT_MOST = 3
@@ -120,7 +120,7 @@ def refuse_unreduced(root: nn.Module, units: Iterable[Sequence[nn.Module]]) -> N
                 f"{_CONTAINERS}."
             )
 
-    weakref.finalize(root, register_optimizer_step_pre_hook(before_step).remove)
+    before_each_step(root, before_step)
 
 
 def _learn_gathered(root: nn.Module, units: Iterable[Sequence[nn.Module]]) -> dict[str, nn.Parameter]:

@@ -181,15 +181,40 @@ def test_optimizer_built_before_wrapping(ranks2: RankPool) -> None:
 
 
 def _forgotten() -> int:
+    config = {"sharding_size": "auto", "sub_modules_to_wrap": []}
+    wrap_model(build(), config)
+    gc.collect()
+    last = wrap_model(build(), config)  # takes away the hooks of models that are gone
     before = len(optimizers._global_optimizer_pre_hooks)
     for _ in range(3):
-        wrap_model(build(), {"sharding_size": "auto", "sub_modules_to_wrap": []})
+        wrap_model(build(), config)
     gc.collect()
+    del last
+    gc.collect()
+    last = wrap_model(build(), config)
     return len(optimizers._global_optimizer_pre_hooks) - before
 
 
 def test_a_forgotten_model_takes_its_hook_along(ranks2: RankPool) -> None:
     assert all(left <= 0 for left in ranks2.run(_forgotten))
+
+
+def _collected_in_a_step() -> bool:
+    """Let the garbage collector find a model that is gone while torch runs the hooks of a step."""
+    collect = optimizers.register_optimizer_step_pre_hook(lambda *_unused: gc.collect() and None)
+    gc.disable()
+    try:
+        model = wrap_model(build(), {"sharding_size": "auto", "sub_modules_to_wrap": []})
+        del model
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+    finally:
+        gc.enable()
+        collect.remove()
+    return True
+
+
+def test_a_model_may_be_collected_in_the_middle_of_a_step(ranks2: RankPool) -> None:
+    assert ranks2.run(_collected_in_a_step) == [True, True]
 
 
 class Side(nn.Module):

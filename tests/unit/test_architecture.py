@@ -15,7 +15,7 @@ LAYERS = [
     {"errors", "_torch_private"},
     {"module_path", "device", "mesh", "agreement", "param_attrs", "casts"},
     {"config", "rng", "policies"},
-    {"step_state"},
+    {"step_state", "step_hooks"},
     {
         "recompute",
         "prefetch",
