@@ -191,7 +191,7 @@ def _forgotten() -> int:
     gc.collect()
     del last
     gc.collect()
-    last = wrap_model(build(), config)
+    wrap_model(build(), config)
     return len(optimizers._global_optimizer_pre_hooks) - before
 
 
