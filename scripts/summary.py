@@ -40,7 +40,8 @@ def main() -> int:
     print(f"\nvalidation loss  {reached:.4f} nats a byte, {verdict} the held-out bigram entropy {bigram:.4f}")
     print(f"speed            {speed:,.0f} tokens/s on two CPU ranks")
     print(f"checkpoint       {folder / 'checkpoint'} (step {tracker.read_text().strip()}, torch_dcp)")
-    print("                 to go on: the same torchrun command, --load on that folder, more --train-iters")
+    print("                 to go on: the same command, --load on that folder, more --train-iters and")
+    print("                 --override-opt_param-scheduler, since the schedule gets longer")
     return 0
 
 
