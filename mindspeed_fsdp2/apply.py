@@ -162,7 +162,6 @@ def _guard(
     backward: Backward,
 ) -> None:
     units = {unit.name: [modules[fqn] for fqn in unit.fqns] for unit in plan.units}
-    several = dist.get_world_size(group) > 1
     grads = UnitGradients(root, units, group, device, state, backward)
     hides_sums = replicate_group(mesh) is not None or plan.config.reduce_grads == "last_microbatch"
     recovery = Recovery(root, state, backward, grads, hides_sums, group, device)
@@ -173,7 +172,7 @@ def _guard(
     explain_sharded_use({fqn or "the model": modules[fqn] for unit in plan.units for fqn in unit.fqns})
     guard_misuse(plan, root, modules, group, device, state)
     gathering = {unit.name: units[unit.name] for unit in plan.units if unit.numel and unit.fqns != ("",)}
-    if plan.config.check_unit_order is not False and several:
+    if plan.config.check_unit_order is not False and dist.get_world_size(group) > 1:
         UnitOrderCheck(root, gathering, group, device, always=bool(plan.config.check_unit_order))
 
 
