@@ -15,6 +15,7 @@ from . import rng
 from ._torch_private import TreeSpec, apply_to_tensors, tree_flatten, tree_unflatten
 from .casts import is_kept, keep
 from .errors import FSDP2Error
+from .recompute_args import CacheNotice, check_unwritten, state_of_arguments, without_caches
 
 
 def apply_recompute(
@@ -31,9 +32,10 @@ def apply_recompute(
         use_reentrant: Which of torch's two implementations.
         random_states: What is put back before the second run, so that dropout draws the same masks.
     """
+    notice = CacheNotice()
     for fqn, module in modules:
         run = _reentrant if use_reentrant else _non_reentrant
-        module.forward = run(fqn, module, module.forward, tuple(random_states))
+        module.forward = run(fqn, module, module.forward, tuple(random_states), notice)
 
 
 class _SameAgain:
@@ -42,15 +44,19 @@ class _SameAgain:
     One object per forward call: the first call is the forward, every later one a recomputation.
     """
 
-    def __init__(self, module: nn.Module, states: Sequence[rng.RandomState]) -> None:
+    def __init__(self, fqn: str, module: nn.Module, states: Sequence[rng.RandomState]) -> None:
+        self._fqn = fqn
         self._module = module
         self._states = states
         self._first: list[Any] | None = None
 
-    def __call__(self, function: Callable[[], Any]) -> Any:
+    def __call__(self, function: Callable[[], Any], arguments: Iterable[Any]) -> Any:
         if self._first is None:
             self._first = rng.snapshot(self._states)
-            return function()
+            before = state_of_arguments(arguments)
+            result = function()
+            check_unwritten(self._fqn, before, state_of_arguments(arguments))
+            return result
         outer = rng.snapshot(self._states)
         rng.restore(self._states, self._first)
         try:
@@ -75,16 +81,17 @@ def _still(module: nn.Module) -> Iterator[None]:
 
 
 def _non_reentrant(
-    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState]
+    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState], notice: CacheNotice
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        draws = _SameAgain(module, states)
+        args, kwargs = without_caches(fqn, module, args, kwargs, notice)
+        draws = _SameAgain(fqn, module, states)
 
         def run(*inner: Any, **inner_kwargs: Any) -> Any:
-            return draws(lambda: forward(*inner, **inner_kwargs))
+            return draws(lambda: forward(*inner, **inner_kwargs), (*inner, *inner_kwargs.values()))
 
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
@@ -92,7 +99,7 @@ def _non_reentrant(
 
 
 def _reentrant(
-    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState]
+    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState], notice: CacheNotice
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -100,13 +107,14 @@ def _reentrant(
             return forward(*args, **kwargs)
         # Reentrant checkpointing sees tensors only as direct positional arguments and results: a tensor in a keyword,
         # a tuple or a dict would keep its graph and be differentiated twice or not at all.
+        args, kwargs = without_caches(fqn, module, args, kwargs, notice)
         leaves, spec = tree_flatten((args, kwargs))
         _check_visible(fqn, leaves, lambda tensor: tensor.requires_grad)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             _check_frozen(fqn, module)
             return forward(*args, **kwargs)  # no backward comes here
         kept = [isinstance(leaf, torch.Tensor) and is_kept(leaf) for leaf in leaves]
-        draws = _SameAgain(module, states)
+        draws = _SameAgain(fqn, module, states)
         out_spec: list[TreeSpec] = []
 
         def run(*flat: Any) -> Any:
@@ -114,7 +122,8 @@ def _reentrant(
                 if mark:  # torch hands over detached copies, which lost the mark
                     keep(leaf)
             inner, inner_kwargs = tree_unflatten(list(flat), spec)
-            out_leaves, out = tree_flatten(draws(lambda: forward(*inner, **inner_kwargs)))
+            values = (*inner, *inner_kwargs.values())
+            out_leaves, out = tree_flatten(draws(lambda: forward(*inner, **inner_kwargs), values))
             _check_visible(fqn, out_leaves, torch.Tensor.is_floating_point)  # gradients are off here
             out_spec[:] = [out]
             return tuple(out_leaves)

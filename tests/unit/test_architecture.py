@@ -18,6 +18,7 @@ LAYERS = [
     {"step_state", "step_hooks"},
     {
         "recompute",
+        "recompute_args",
         "prefetch",
         "grad_sync",
         "whole_grads",
@@ -35,8 +36,9 @@ LAYERS = [
     },
     {"plan", "misuse"},
     {"materialize"},
-    {"apply"},
+    {"apply", "backends"},
     {"wrap", "accumulation", "full_params", "full_state", "clipping", "checkpoint"},
+    {"doctor"},
     {
         "megatron/patcher",
         "megatron/arguments",

@@ -1,0 +1,115 @@
+"""Arguments that a recomputed module writes into: a second call must not find what the first one left there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ._torch_private import tree_flatten, tree_unflatten
+from .errors import FSDP2Error
+
+logger = logging.getLogger(__name__)
+
+DEPTH: Final = 4  # objects within objects that are looked into: a cache holds layers, which hold tensors
+PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, nn.Module)
+
+State = tuple[Any, ...]
+
+
+class CacheNotice:
+    """Says once per wrapped model that key/value caches are left out."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, fqn: str) -> None:
+        """Log the line, naming the first module that met a cache."""
+        if not self._said:
+            self._said = True
+            logger.warning(
+                "recompute_modules: %r got a key/value cache in training; recomputed modules neither fill nor read it "
+                "(a second run would append to it). Pass use_cache=False to the model.",
+                fqn,
+            )
+
+
+def without_caches(
+    fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], notice: CacheNotice
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with None in place of every empty key/value cache.
+
+    Transformers models make such a cache in each forward unless told not to, and every layer appends to it. The
+    recomputation would find the keys and values of the first run, which carry no gradient.
+
+    Raises:
+        FSDP2Error: A cache holds tokens already: with None the module would compute something else.
+    """
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    caches = [index for index, leaf in enumerate(leaves) if _is_cache(leaf)]
+    if not caches:
+        return args, dict(kwargs)
+    for index in caches:
+        held = _tokens(leaves[index], module)
+        if held:
+            raise FSDP2Error(
+                f"recompute_modules: {fqn!r} is called with a {type(leaves[index]).__name__} that holds {held} tokens "
+                "already; a recomputed module cannot read and extend it. Train without past keys and values "
+                "(past_key_values, prefix tuning), or do not recompute this module."
+            )
+        leaves[index] = None
+        notice(fqn)
+    new_args, new_kwargs = tree_unflatten(leaves, spec)
+    return new_args, new_kwargs
+
+
+def _is_cache(leaf: Any) -> bool:
+    if isinstance(leaf, (torch.Tensor, *PLAIN)):
+        return False
+    return callable(getattr(leaf, "get_seq_length", None)) and callable(getattr(leaf, "update", None))
+
+
+def _tokens(cache: Any, module: nn.Module) -> int:
+    """Return the tokens that ``cache`` holds for ``module``, whose attention knows its index."""
+    for part in module.modules():
+        index = getattr(part, "layer_idx", None)
+        if isinstance(index, int):
+            return int(cache.get_seq_length(index))
+    return int(cache.get_seq_length())
+
+
+def state_of_arguments(values: Iterable[Any]) -> State:
+    """Return something that differs once an argument that is no tensor has been written into.
+
+    Identity, version and place of the tensors inside stand for their values. Tensors that are arguments themselves
+    are left out: torch's checkpoint looks after those.
+    """
+    return tuple(_state(value, DEPTH) for value in values if not isinstance(value, torch.Tensor))
+
+
+def check_unwritten(fqn: str, before: State, after: State) -> None:
+    """Compare what :func:`state_of_arguments` returned before and after the first run.
+
+    Raises:
+        FSDP2Error: The module wrote into an argument; a second run would compute something else, without an error.
+    """
+    if before != after:
+        raise FSDP2Error(
+            f"recompute_modules: {fqn!r} writes into an argument that is no tensor (a cache, a list, an object), so "
+            "running it again would give other gradients. Call it without that argument, or do not recompute it."
+        )
+
+
+def _state(value: Any, depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (id(value), value._version)
+    if isinstance(value, PLAIN) or callable(value) or not depth:
+        return None  # numbers inside objects may count calls or measure time, which harms nobody
+    if isinstance(value, Mapping):
+        return tuple((id(key), _state(inner, depth - 1)) for key, inner in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(_state(inner, depth - 1) for inner in value)
+    return _state(vars(value), depth - 1) if hasattr(value, "__dict__") else None
