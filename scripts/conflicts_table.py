@@ -16,28 +16,15 @@ from pathlib import Path
 from typing import Final, Literal
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that a checkout needs no installation
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # so that a checkout needs no installation
+
+from markers import between_markers  # noqa: E402
 
 from mindspeed_fsdp2.megatron.conflicts import conflicts_table  # noqa: E402
 
 Language = Literal["en", "zh"]
 READMES: Final[dict[str, Language]] = {"README.md": "en", "README.zh.md": "zh"}
-BEGIN: Final = "<!-- conflicts: begin, written by scripts/conflicts_table.py -->"
-END: Final = "<!-- conflicts: end -->"
-
-
-def with_table(text: str, table: str) -> str:
-    """Return ``text`` with ``table`` in place of what stands between the two markers.
-
-    Raises:
-        ValueError: The markers are not there, once each and in order.
-    """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in before or END in after:
-        raise ValueError(f"the markers are missing or doubled. Write the lines {BEGIN} and {END} once.")
-    # The empty lines let Markdown see the table behind an HTML comment.
-    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
+SCRIPT: Final = "scripts/conflicts_table.py"
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
@@ -55,7 +42,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         path = root / name
         text = path.read_text(encoding="utf-8")
         try:
-            wanted = with_table(text, conflicts_table(language))
+            wanted = between_markers(text, "conflicts", conflicts_table(language), SCRIPT)
         except ValueError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # so that a checkout needs no installation
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # so that a checkout needs no installation
+
+from markers import between_markers  # noqa: E402
 
 from tests.megatron.comparison import FP32, Tolerance  # noqa: E402
 from tests.megatron.matrix import ROWS, Row  # noqa: E402
@@ -29,6 +31,7 @@ from tests.megatron.matrix import ROWS, Row  # noqa: E402
 Language = Literal["en", "zh"]
 Measured = Mapping[str, Mapping[str, float]]
 
+SCRIPT: Final = "scripts/correctness_table.py"
 TEST: Final = "tests/megatron/test_parity.py"
 PLAIN_TESTS: Final = tuple(
     f"tests/distributed/test_{name}.py"
@@ -139,20 +142,6 @@ def release(package: str) -> str:
     return importlib.metadata.version(package).partition("+")[0]
 
 
-def between_markers(text: str, name: str, new: str) -> str:
-    """Return ``text`` with ``new`` between the two markers called ``name``.
-
-    Raises:
-        ValueError: The markers are not there, once each and in order.
-    """
-    begin, end = f"<!-- {name}: begin, written by scripts/correctness_table.py -->", f"<!-- {name}: end -->"
-    before, found, rest = text.partition(begin)
-    _, also, after = rest.partition(end)
-    if not found or not also or begin in rest or end in before or end in after:
-        raise ValueError(f"the markers are missing or doubled. Write the lines {begin} and {end} once.")
-    return f"{before}{begin}\n\n{new}\n{end}{after}"
-
-
 def measure(path: Path) -> int:
     """Run the tests, which append to ``path``; return their exit status."""
     command = [sys.executable, "-m", "pytest", "-q", TEST, *PLAIN_TESTS]
@@ -177,9 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = ROOT / "docs" / language / "correctness.md"
         text = target.read_text(encoding="utf-8")
         try:
-            text = between_markers(text, "limits", limits(language))
-            text = between_markers(text, "measured", tables(measured, language))
-            text = between_markers(text, "plain", plain_tables(plain, language))
+            text = between_markers(text, "limits", limits(language), SCRIPT)
+            text = between_markers(text, "measured", tables(measured, language), SCRIPT)
+            text = between_markers(text, "plain", plain_tables(plain, language), SCRIPT)
         except ValueError as error:
             print(f"{target.relative_to(ROOT)}: {error}", file=sys.stderr)
             return 1
