@@ -15,7 +15,7 @@ from . import rng
 from ._torch_private import TreeSpec, apply_to_tensors, tree_flatten, tree_unflatten
 from .casts import is_kept, keep
 from .errors import FSDP2Error
-from .recompute_args import CacheNotice, check_unwritten, state_of_arguments, without_caches
+from .recompute_args import CacheNotice, check_unwritten, checked_arguments, state_of_arguments
 
 
 def apply_recompute(
@@ -87,7 +87,7 @@ def _non_reentrant(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args, kwargs = without_caches(fqn, module, args, kwargs, notice)
+        args, kwargs = checked_arguments(fqn, module, args, kwargs, notice)
         draws = _SameAgain(fqn, module, states)
 
         def run(*inner: Any, **inner_kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def _reentrant(
             return forward(*args, **kwargs)
         # Reentrant checkpointing sees tensors only as direct positional arguments and results: a tensor in a keyword,
         # a tuple or a dict would keep its graph and be differentiated twice or not at all.
-        args, kwargs = without_caches(fqn, module, args, kwargs, notice)
+        args, kwargs = checked_arguments(fqn, module, args, kwargs, notice)
         leaves, spec = tree_flatten((args, kwargs))
         _check_visible(fqn, leaves, lambda tensor: tensor.requires_grad)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):

@@ -1,4 +1,4 @@
-"""Arguments that a recomputed module writes into: a second call must not find what the first one left there."""
+"""What does not go together with recomputing a module: arguments it writes into, and checkpointing of its own."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, 
 State = tuple[Any, ...]
 
 
+def checkpoints_itself(module: nn.Module) -> bool:
+    """Return whether ``module`` does activation checkpointing of its own, as Transformers' models can."""
+    return bool(vars(module).get("gradient_checkpointing"))
+
+
+def checkpointed_twice(where: str, fqn: str) -> str:
+    """Return the error for a module ``fqn`` that does activation checkpointing of its own."""
+    return (
+        f"{where}: the model does activation checkpointing of its own as well (in {fqn or 'the model itself'!r}), "
+        "so layers would run three times. Call model.gradient_checkpointing_disable(), or leave recompute_modules out."
+    )
+
+
 class CacheNotice:
     """Says once per wrapped model that key/value caches are left out."""
 
@@ -37,7 +50,7 @@ class CacheNotice:
             )
 
 
-def without_caches(
+def checked_arguments(
     fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], notice: CacheNotice
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with None in place of every empty key/value cache.
@@ -46,8 +59,11 @@ def without_caches(
     recomputation would find the keys and values of the first run, which carry no gradient.
 
     Raises:
-        FSDP2Error: A cache holds tokens already: with None the module would compute something else.
+        FSDP2Error: A cache holds tokens already: with None the module would compute something else. Or the module's own
+            checkpointing was turned on after wrapping.
     """
+    if module.training and checkpoints_itself(module):
+        raise FSDP2Error(checkpointed_twice("recompute_modules", fqn))
     leaves, spec = tree_flatten((args, dict(kwargs)))
     caches = [index for index, leaf in enumerate(leaves) if _is_cache(leaf)]
     if not caches:

@@ -59,7 +59,7 @@ def build_plan(
     index = build_index(model)
     selector = Selector(config, index, problems)
     ignored = selector.ignored()
-    recompute = selector.modules("recompute_modules", config.recompute_modules, called=True)
+    recompute = selector.recompute()
     selector.modules("moe_modules", config.moe_modules)
     groups = selector.units(default_units, ignored)
     overrides = selector.overrides()

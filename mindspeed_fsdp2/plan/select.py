@@ -12,6 +12,7 @@ from torch import nn
 from ..config import FSDP2Config, Override
 from ..errors import ModulePathError
 from ..policies import to_dtype
+from ..recompute_args import checkpointed_twice, checkpoints_itself
 from .index import ModelIndex
 from .wrap_policy import is_container, no_split_classes, units_by_policy
 
@@ -56,6 +57,13 @@ class Selector:
             return list(found)
         position = {fqn: n for n, fqn in enumerate(self.index.modules)}
         return sorted(found, key=position.__getitem__)
+
+    def recompute(self) -> list[str]:
+        """Return the modules whose activations are recomputed."""
+        found = self.modules("recompute_modules", self.config.recompute_modules, called=True)
+        if found and (twice := [fqn for fqn, module in self.index.modules.items() if checkpoints_itself(module)]):
+            self.problems.append(checkpointed_twice(self.config.where("recompute_modules"), twice[0]))
+        return found
 
     def ignored(self) -> list[str]:
         """Return the modules that stay whole: ignored ones and optional ones."""

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from mindspeed_fsdp2.errors import FSDP2Error
+from mindspeed_fsdp2.config import FSDP2Config
+from mindspeed_fsdp2.errors import ConfigError, FSDP2Error
+from mindspeed_fsdp2.plan import build_plan
 from mindspeed_fsdp2.recompute import apply_recompute
 
 
@@ -137,3 +139,30 @@ def test_evaluation_keeps_the_cache(use_reentrant: bool) -> None:
         for layer in _layers(use_reentrant):
             layer(torch.ones(2, 4), cache=cache)
     assert [cache.get_seq_length(index) for index in range(3)] == [2, 2, 2]
+
+
+class Checkpointing(Layer):
+    """A layer of Transformers after ``model.gradient_checkpointing_enable()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = True
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_of_its_own_is_refused_before_and_after_wrapping(use_reentrant: bool) -> None:
+    text = (
+        "recompute_modules: the model does activation checkpointing of its own as well (in '0'), so layers would run "
+        "three times. Call model.gradient_checkpointing_disable(), or leave recompute_modules out."
+    )
+    config = FSDP2Config(sub_modules_to_wrap=["{*}"], recompute_modules=["0"], use_reentrant=use_reentrant)
+    with pytest.raises(ConfigError) as planned:
+        build_plan(config, nn.Sequential(Checkpointing(), Layer()))
+    assert str(planned.value) == text
+    layers = nn.ModuleList([Checkpointing()])
+    apply_recompute([("0", layers[0])], use_reentrant, ())
+    with pytest.raises(FSDP2Error) as run:
+        _grads(layers)
+    assert str(run.value) == text
+    layers[0].gradient_checkpointing = False
+    assert len(_grads(layers)) == 2
