@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ._torch_private import prepare_unit_class
+from ._torch_private import let_frozen_differ, prepare_unit_class
 from .backward import Backward
 from .casts import apply_exact_outputs, apply_input_casts, apply_output_casts
 from .device import current_device
@@ -39,6 +39,7 @@ from .recovery import Recovery
 from .rng import RandomState
 from .start_values import equalise_shards, equalise_whole, store_in
 from .step_state import StepState
+from .torch_compat import mend_averages, set_reshard_after_forward
 from .unit_grads import UnitGradients
 from .unit_order import UnitOrderCheck
 from .whole_grads import WholeGradients
@@ -126,6 +127,7 @@ def apply_plan(
             deferred.allocate_shards(plan.units, modules, device)
     if deferred is not None:
         deferred.complete(device, group, same_start, random_states)
+    mend_averages(root, mesh, group, device)
     equalise_whole(root, ignored, device, group)
     if (replicas := replicate_group(mesh)) is not None:
         equalise_shards(root, replicas)
@@ -200,6 +202,7 @@ def _shard_units(
         for member in members:
             prepare_unit_class(type(member))
         fully_shard(members if len(members) > 1 else members[0], **options)
+        let_frozen_differ(members[0])
 
 
 def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequence[nn.Module]) -> None:
@@ -227,12 +230,9 @@ def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequen
 
 
 def reshard_after_forward(handle: Sharded, value: bool) -> None:
-    """Set whether units that reshard after forward do so (**in place**).
-
-    Only units for which true was asked: torch cannot set a number of ranks again, and false needs no change.
-    """
+    """Set whether units for which true was asked reshard after forward (**in place**); false needs no change."""
     for unit in handle.resharding:
-        unit.set_reshard_after_forward(value, recurse=False)
+        set_reshard_after_forward(unit, value)
 
 
 def _start_prefetch(

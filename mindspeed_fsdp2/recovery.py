@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +15,7 @@ from .backward import Backward
 from .errors import FSDP2Error
 from .gathering import reshard_all
 from .step_state import StepState
+from .torch_compat import reset_after_exception
 from .unit_grads import UnitGradients
 
 
@@ -208,13 +208,7 @@ class Recovery:
         self._marks.clear()
 
     def _reset(self) -> None:
-        reset: Callable[[], None] | None = getattr(self._root, "reset_iter_state", None)
-        if reset is None:
-            raise FSDP2Error(
-                "a forward or backward ended with an exception, after which FSDP2 cannot go on before torch 2.14. "
-                "Start the run again from its last checkpoint."
-            )
-        reset()
+        reset_after_exception(self._root)
         reshard_all(self._root)
         if not self._backward.forward_failed:
             self._refuse_different_places(len(self._units.order))

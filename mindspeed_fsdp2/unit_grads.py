@@ -134,7 +134,8 @@ class UnitGradients:
         kept = self._kept.pop(number, set())
         for slot, param in there:
             if slot.fqn not in got and slot.fqn not in kept:
-                param.grad = torch.zeros_like(param)
+                # From torch 2.15 on a parameter says in which dtype its gradients are kept.
+                param.grad = torch.zeros_like(param, dtype=getattr(param, "grad_dtype", None))
                 if slot.shard.grad is None:
                     self._filled[slot.fqn] = slot.shard
                     self._hold_hooks(slot)

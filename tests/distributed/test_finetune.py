@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -45,7 +46,9 @@ FLAGS = {
 }
 
 
-def _script() -> ModuleType:
+@functools.cache
+def script() -> ModuleType:
+    """Return the example as a module."""
     spec = importlib.util.spec_from_file_location("finetune_hf", SCRIPT)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -55,12 +58,11 @@ def _script() -> ModuleType:
 
 
 def _train(argv: list[str]) -> None:
-    script = _script()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        args = script.options(argv)
+        args = script().options(argv)
         args.out.mkdir(parents=True, exist_ok=True)
-        script.Trainer(args).run()
+        script().Trainer(args).run()
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def test_goes_on_exactly_and_exports_what_it_evaluated(ranks2: RankPool, inputs:
     assert weights.keys() == again.keys()
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     model = AutoModelForCausalLM.from_pretrained(whole / "model").eval()
-    sequences = _script().read_data(_script().options(_argv(inputs, whole))).held_out
+    sequences = script().read_data(script().options(_argv(inputs, whole))).held_out
     with torch.no_grad():
         loss = model(input_ids=sequences, labels=sequences).loss.item()
     assert loss == pytest.approx(log[-1]["final_eval_loss"], rel=1e-6)

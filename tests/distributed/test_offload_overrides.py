@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from mindspeed_fsdp2 import ConfigError, build_plan, load_config, wrap_model
+from mindspeed_fsdp2.backends import check_offload_backend
 from mindspeed_fsdp2.policies import build_offload
-from mindspeed_fsdp2.wrap import check_offload_backend
 from tests.distributed.ranks import RankPool
 from tests.distributed.towers import (
     BASE,

@@ -43,7 +43,8 @@ class Traffic(TorchDispatchMode):
         if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
             kind = "gather" if "allgather" in name else "scatter"
             sizes = (args[0].numel(), args[1].numel())
-            self.all.append(Collective(kind, args[1].dtype, max(sizes), max(sizes) // min(sizes)))
+            if len(set(sizes)) > 1:  # FSDP of torch 2.7 asks groups of one rank too, where nothing travels
+                self.all.append(Collective(kind, args[1].dtype, max(sizes), max(sizes) // min(sizes)))
         elif name == "c10d::allreduce_":
             for tensor in args[0]:
                 kind = "reduce" if tensor.is_floating_point() else "flags"

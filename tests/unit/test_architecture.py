@@ -20,6 +20,7 @@ LAYERS = [
         "recompute",
         "recompute_args",
         "prefetch",
+        "torch_compat",
         "grad_sync",
         "whole_grads",
         "guards",
@@ -37,9 +38,11 @@ LAYERS = [
     {"plan", "misuse"},
     {"materialize"},
     {"apply", "backends"},
+    {"accelerator"},
     {"wrap", "accumulation", "full_params", "full_state", "clipping", "checkpoint"},
     {"doctor"},
     {
+        "megatron/names",
         "megatron/patcher",
         "megatron/arguments",
         "megatron/conflicts",
@@ -47,11 +50,18 @@ LAYERS = [
         "megatron/norms",
         "megatron/model_facts",
         "megatron/meta_build",
+        "megatron/mindspeed/arrival",
+        "megatron/mindspeed/records",
+        "megatron/mindspeed/beside",
+        "megatron/mindspeed/collectives",
+        "megatron/mindspeed/own_sharding",
     },
     {"megatron/startup"},
     {"megatron/saving"},
     {"megatron/data_parallel"},
     {"megatron/patches"},
+    {"megatron/installation"},
+    {"megatron/entry", "megatron/mindspeed/feature"},
     {"megatron_adaptor", "cli", "run"},
 ]
 # third-party package -> the only files (or folders, with a slash at the end) that may name it
@@ -59,6 +69,7 @@ ONLY_IN = {
     "yaml": ("config/",),
     "pydantic": ("config/",),
     "megatron": ("megatron/",),
+    "mindspeed": ("megatron/mindspeed/feature",),
     "torch_npu": ("device",),
 }
 
