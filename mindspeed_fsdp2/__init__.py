@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulation import accumulate
-    from .checkpoint import list_checkpoints, load_checkpoint, save_checkpoint, save_checkpoint_async
+    from .checkpoint import export_hf, list_checkpoints, load_checkpoint, save_checkpoint, save_checkpoint_async
     from .clipping import clip_grad_norm_
     from .config import FSDP2Config, load_config
     from .errors import (
@@ -43,6 +43,7 @@ _HOME = {
     "PlanError": "errors",
     "build_plan": "plan",
     "clip_grad_norm_": "clipping",
+    "export_hf": "checkpoint",
     "full_parameters": "full_params",
     "list_checkpoints": "checkpoint",
     "load_checkpoint": "checkpoint",
@@ -67,6 +68,7 @@ __all__ = [
     "accumulate",
     "build_plan",
     "clip_grad_norm_",
+    "export_hf",
     "full_parameters",
     "list_checkpoints",
     "load_checkpoint",

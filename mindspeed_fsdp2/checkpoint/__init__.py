@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .compare import LoadReport
 from .folder import CheckpointInfo, list_checkpoints
+from .hf_export import export_hf
 from .load import Loaded, load_checkpoint
 from .save import AsyncSave, save_checkpoint, save_checkpoint_async
 
@@ -12,6 +13,7 @@ __all__ = [
     "CheckpointInfo",
     "LoadReport",
     "Loaded",
+    "export_hf",
     "list_checkpoints",
     "load_checkpoint",
     "save_checkpoint",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import FSDP2Error
-from . import check, convert
+from . import check, checkpoint, convert, doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +19,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mindspeed-fsdp2", description="Tools around the FSDP2 configuration file.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     check.add_command(commands)
+    checkpoint.add_command(commands)
     convert.add_command(commands)
+    doctor.add_command(commands)
     arguments = parser.parse_args(argv)
     try:
         status: int = arguments.run(arguments)

@@ -1,4 +1,4 @@
-"""``mindspeed-fsdp2 convert SOURCE``: a file of Transformers or Accelerate as one of this project."""
+"""``mindspeed-fsdp2 convert SOURCE``: a file of Transformers, Accelerate or MindSpeed as one of this project."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..config import FSDP2Config, load_config
 from ..config.hf_convert import convert_hf
+from ..config.native_convert import convert_native
 from ..errors import ConfigError
 from .models import build_model
 
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``convert`` to the parser of the ``mindspeed-fsdp2`` command (**in place**)."""
-    about = "translate an FSDP configuration of Transformers or Accelerate"
+    about = "translate an FSDP configuration of Transformers, Accelerate or MindSpeed's native FSDP2"
     parser = commands.add_parser("convert", help=about, description=f"{about[0].upper()}{about[1:]}.")
     parser.add_argument(
-        "source", metavar="SOURCE", help="Accelerate's YAML, a fsdp_config in JSON, or the Trainer's arguments"
+        "source",
+        metavar="SOURCE",
+        help="Accelerate's YAML, a fsdp_config in JSON, the Trainer's arguments, or MindSpeed's native file in blocks",
     )
     parser.add_argument("-o", "--output", metavar="CFG", help="the YAML file to write; without it, standard output")
     parser.add_argument(
@@ -49,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         if Path(arguments.source).exists() and output.samefile(arguments.source):
             raise ConfigError(f"{output}: this is the file to convert. Name another one.")
     model = None if arguments.model is None else build_model(arguments.model)
-    conversion = convert_hf(arguments.source, model, arguments.mixed_precision, strict=arguments.strict)
+    conversion = convert_native(arguments.source, strict=arguments.strict)
+    if conversion is None:
+        conversion = convert_hf(arguments.source, model, arguments.mixed_precision, strict=arguments.strict)
     text = conversion.to_yaml(arguments.source)
     if model is not None:
         _check_on(model, load_config(conversion.settings))

@@ -25,6 +25,7 @@ PUBLIC = [
     "accumulate",
     "build_plan",
     "clip_grad_norm_",
+    "export_hf",
     "full_parameters",
     "list_checkpoints",
     "load_checkpoint",
