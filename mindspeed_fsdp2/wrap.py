@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .accelerator import check_unprepared, guard_accelerate
 from .agreement import agree
 from .apply import Sharded, apply_plan
+from .backends import check_backends
 from .config import FSDP2Config, load_config
-from .device import check_device_type, current_device, find_device_type
-from .errors import ConfigError, PlanError
+from .device import current_device, resolve_device_type
+from .errors import PlanError
 from .materialize.fill import Deferred
 from .materialize.find import deferred_values
 from .mesh import build_mesh
@@ -61,6 +63,7 @@ def wrap_model(
             "torch.distributed.init_process_group() before wrap_model."
         )
     handle = shard_model(model, lambda: load_config(config), process_group, device_type, Host())
+    guard_accelerate(handle)
     for notice in handle.plan.notices:
         _log_once(logging.WARNING, notice)
     _log_once(logging.INFO, str(handle.plan))
@@ -111,8 +114,7 @@ def shard_model(
         _check_arguments(model, process_group)
         if dist.get_rank(process_group) < 0:
             raise PlanError("process_group: this rank is not in it. Pass each rank its own data-parallel group.")
-        device = device_type or find_device_type()
-        check_device_type(device)
+        device = resolve_device_type(device_type)
         plan = build_plan(
             load(),
             model,
@@ -122,7 +124,7 @@ def shard_model(
             stored_dtype=host.stored_dtype,
             host_ties=host.ties,
         )
-        check_offload_backend(plan, process_group, device)
+        check_backends(plan, process_group, device)
         return plan, device, deferred_values(model, current_device(device))
 
     plan, device, deferred = agree(build, _digest, None, "FSDP2 plan")
@@ -145,28 +147,12 @@ def _check_arguments(model: object, process_group: object) -> None:
         raise PlanError(f"model: {model.__name__} is a class. Build the model: wrap_model({model.__name__}(...), ...).")
     if not isinstance(model, nn.Module):
         raise PlanError(f"model: {type(model).__name__} is not an nn.Module. Pass the module that is trained.")
+    check_unprepared(model)
     outside = process_group == dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to ranks that are not in it
     if process_group is not None and not outside and not isinstance(process_group, dist.ProcessGroup):
         raise PlanError(
             f"process_group: {process_group!r} is no process group. Pass what torch.distributed.new_group returned or "
             "mesh.get_group(), or None for all ranks."
-        )
-
-
-def check_offload_backend(plan: FSDP2Plan, group: dist.ProcessGroup | None, device_type: str) -> None:
-    """Raise unless gradients in host memory can be reduced: norms and zero counts of them need a CPU backend.
-
-    Raises:
-        ConfigError: Units are offloaded but the process group has no backend for CPU tensors.
-    """
-    if device_type == "cpu" or not any(unit.offload for unit in plan.units):
-        return
-    backends = dist.get_backend_config(group)
-    if "cpu:" not in backends:
-        wanted = "npu:hccl,cpu:gloo" if device_type == "npu" else "cuda:nccl,cpu:gloo"
-        raise ConfigError(
-            f"{plan.config.where('offload_to_cpu')}: true needs a backend for CPU tensors beside {backends!r}. "
-            f"Initialise torch.distributed with {wanted!r}."
         )
 
 
