@@ -2,17 +2,15 @@
 
 Apart from the import below this is plain Megatron: without FSDP flags it trains with Megatron's DDP. With
 ``--use-torch-fsdp2 --fsdp2-config-path FILE.yaml`` the same script trains with FSDP2 as the file says, and with
-``--distributed-backend gloo`` on a machine without an accelerator it trains on CPU. Works with megatron-core 0.17 and
+``--distributed-backend gloo`` on a machine without an accelerator it trains on CPU. Works with megatron-core 0.12 and
 newer. Data: ``make_dataset.py``; the launch line with all flags: ``../scripts/quickstart.sh``.
 """
 
 import mindspeed_fsdp2.megatron_adaptor  # noqa: F401  isort: skip  before anything of Megatron
 
-import dataclasses
 import inspect
 from functools import partial
 
-import megatron.training.argument_utils as argument_utils
 import megatron.training.arguments as arguments
 import torch
 from megatron.core import mpu
@@ -28,6 +26,11 @@ from megatron.training.utils import get_blend_and_blend_per_split
 BYTES = 256
 END_OF_DOCUMENT = BYTES  # the one token that is not a byte
 DEFAULTS = {"tokenizer_type": "NullTokenizer", "vocab_size": BYTES + 1}
+
+
+def accepted(function, **values):
+    """Return those of ``values`` that ``function`` has parameters for; versions of Megatron differ in them."""
+    return {name: value for name, value in values.items() if name in inspect.signature(function).parameters}
 
 
 def layers(config):
@@ -56,8 +59,7 @@ def build_model(pre_process=True, post_process=True, vp_stage=None, config=None,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
+        **accepted(GPTModel, vp_stage=vp_stage, pg_collection=pg_collection),
     )
 
 
@@ -80,8 +82,7 @@ def build_datasets(num_samples, vp_stage=None):
         "eod_mask_loss": args.eod_mask_loss,
         "create_attention_mask": args.create_attention_mask_in_dataloader,
     }
-    known = {field.name for field in dataclasses.fields(GPTDatasetConfig)}
-    config = GPTDatasetConfig(**{name: value for name, value in settings.items() if name in known})
+    config = GPTDatasetConfig(**accepted(GPTDatasetConfig, **settings))
     print_rank_0("building the data sets")
     return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
 
@@ -94,8 +95,7 @@ def next_batch(data_iterator):
     batch = {name: value.cuda(non_blocking=True) for name, value in next(data_iterator).items()}
     if get_args().context_parallel_size > 1:
         options = {"is_hybrid_cp": False, "cp_group": mpu.get_context_parallel_group()}
-        accepted = inspect.signature(get_batch_on_this_cp_rank).parameters
-        batch = get_batch_on_this_cp_rank(batch, **{name: options[name] for name in options if name in accepted})
+        batch = get_batch_on_this_cp_rank(batch, **accepted(get_batch_on_this_cp_rank, **options))
     return batch
 
 
@@ -104,7 +104,11 @@ def token_loss(loss_mask, losses):
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+    logged = torch.stack([loss.detach(), tokens.to(loss.dtype)])
+    if not accepted(GPTModel, vp_stage=None):  # up to 0.12 Megatron logs sums over ranks that the script has made
+        torch.distributed.all_reduce(logged, group=mpu.get_data_parallel_group())
+        logged = tuple(logged)
+    return loss, tokens, {"lm loss": logged}
 
 
 def forward_step(data_iterator, model):
@@ -118,6 +122,8 @@ def main():
     if not hasattr(arguments, "parse_and_validate_args"):  # up to 0.17 pretrain() parses the arguments itself
         pretrain(build_datasets, build_model, ModelType.encoder_or_decoder, forward_step, args_defaults=DEFAULTS)
         return
+    from megatron.training import argument_utils
+
     args = arguments.parse_and_validate_args(args_defaults=DEFAULTS)
     if hasattr(argument_utils, "gpt_config_from_args"):
         model = argument_utils.gpt_config_from_args(args)

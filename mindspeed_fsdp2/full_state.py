@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from .agreement import agree
 from .apply import sharded
-from .checkpoint.model_state import model_state
+from .checkpoint.model_state import ModelState, model_state
 from .device import current_device
 from .errors import CheckpointError, PlanError
-from .full_files import open_file
+from .full_files import names_in_model, open_file
 from .start_values import broadcast_whole, keep_own_part
 
 logger = logging.getLogger("mindspeed_fsdp2")
@@ -48,9 +48,9 @@ def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool
 
     Args:
         model: A wrapped model, outside of forward and backward.
-        source: Key of the unwrapped model's state dict -> whole tensor; or the path of a ``.safetensors`` file, of a
-            ``.safetensors.index.json``, or of a file that ``torch.save`` wrote. Read on the first data-parallel rank;
-            other ranks may pass None.
+        source: Key of the unwrapped model's state dict -> whole tensor; or the path of a directory that
+            ``save_pretrained`` or ``export_hf`` wrote, of a ``.safetensors`` file, of a ``.safetensors.index.json``, or
+            of a file that ``torch.save`` wrote. Read on the first data-parallel rank; other ranks may pass None.
         strict: Whether the keys must be those of the model. A second name of a tied weight may be missing all the same.
 
     Returns:
@@ -74,7 +74,7 @@ def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool
     own = model_state(handle.module)
 
     def check() -> tuple[Mapping[str, torch.Tensor], LoadReport]:
-        return _checked(source, own.tensors, own.ties, strict) if first else ({}, LoadReport((), ()))
+        return _checked(source, handle.module, own, strict) if first else ({}, LoadReport((), ()))
 
     values, report = agree(check, lambda _: "", group, "load_full_state_dict")
     if first and (report.missing or report.unexpected):
@@ -121,13 +121,14 @@ def _read(
 
 
 def _checked(
-    source: Source, tensors: Mapping[str, torch.Tensor], ties: Mapping[str, str], strict: bool
+    source: Source, model: torch.nn.Module, own: ModelState, strict: bool
 ) -> tuple[Mapping[str, torch.Tensor], LoadReport]:
+    tensors, ties = own.tensors, own.ties
     if source is None:
         raise CheckpointError(
             "load_full_state_dict: no source on the first data-parallel rank. Pass a mapping or a path there."
         )
-    values = source if isinstance(source, Mapping) else open_file(source)
+    values, left_out = (source, []) if isinstance(source, Mapping) else _from_file(source, model, {*tensors, *ties})
     where = "load_full_state_dict" if isinstance(source, Mapping) else os.fspath(source)
     if other := [k for k, v in values.items() if not isinstance(v, torch.Tensor) and not k.endswith(_EXTRA)]:
         raise CheckpointError(
@@ -166,7 +167,16 @@ def _checked(
         advice = "" if wrong or kinds or untied else " strict=False loads what fits."
         listed = "\n  ".join(lines)
         raise CheckpointError(f"{where}: the values do not fit the model:\n  {listed}\nBuild the same model.{advice}")
-    return values, LoadReport(tuple(missing), (*unexpected, *extra))
+    return values, LoadReport(tuple(missing), (*unexpected, *extra, *left_out))
+
+
+def _from_file(
+    path: str | os.PathLike[str], model: torch.nn.Module, own: set[str]
+) -> tuple[Mapping[str, torch.Tensor], list[str]]:
+    """Return a file's values under the model's names, and the keys that loading leaves out."""
+    values = open_file(path)
+    names = names_in_model(model, own, values)
+    return {name: values[key] for key, name in names.items()}, [key for key in values if key not in names]
 
 
 def _unusable(value: torch.Tensor) -> bool:

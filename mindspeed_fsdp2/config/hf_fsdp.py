@@ -172,8 +172,8 @@ def _convert_files(fields: Fields) -> None:
         fields.error("state_dict_type", "LOCAL_STATE_DICT is refused by FSDP2. Write SHARDED_STATE_DICT.")
     elif kind is not None:
         how = {
-            "FULL_STATE_DICT": "whole weights are what full_parameters(model) gathers",
-            "SHARDED_STATE_DICT": "under Megatron write --ckpt-format torch_dcp",
+            "FULL_STATE_DICT": "export_hf(model, directory) writes whole weights",
+            "SHARDED_STATE_DICT": "save_checkpoint always saves shards; under Megatron write --ckpt-format torch_dcp",
         }
         fields.note("state_dict_type", f"{kind} is about checkpoints and no setting of this file; {how[kind]}.")
     if fields.take("cpu_ram_efficient_loading", flag):

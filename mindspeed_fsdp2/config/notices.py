@@ -15,11 +15,12 @@ def notices_of(config: FSDP2Config) -> Iterator[tuple[str, str]]:
     """Yield a key and what to know about it."""
     written = config.model_fields_set
     if config.sharding_size == 1:
-        state = "1" if "sharding_size" in written else "absent, so it is 1"
+        state = "1" if "sharding_size" in written else "absent, so it is 1, as MindSpeed-MM documents it"
+        other = "" if "sharding_size" in written else ", which is what an absent key means to MindSpeed itself"
         yield (
             "sharding_size",
             f"{state}: nothing is sharded, every rank keeps the whole model as in plain data parallel. "
-            "Write auto to shard over the whole data-parallel group.",
+            f"Write auto to shard over the whole data-parallel group{other}.",
         )
     offloads = config.offload_to_cpu or any(override.offload_to_cpu for override in config.overrides)
     if "pin_memory" in written and not offloads:
@@ -27,7 +28,6 @@ def notices_of(config: FSDP2Config) -> Iterator[tuple[str, str]]:
     if not config.use_reentrant and not config.recompute_modules:
         yield "use_reentrant", "has no effect without recompute_modules. Remove the key."
     unused = {
-        "align_fsdp_param_groups": config.align_fsdp_param_groups,
         "reshard_local_experts": not config.reshard_local_experts,
         "moe_modules": bool(config.moe_modules),
     }

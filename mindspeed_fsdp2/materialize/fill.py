@@ -73,6 +73,14 @@ class Deferred:
                     # FSDP takes over what now stands in its parameters' place.
                     member._apply(_unchanged, recurse=False)  # type: ignore[no-untyped-call]
 
+    def complete_buffers(self, device: torch.device) -> None:
+        """Give buffers storage and values (**in place**); generators and the recording stay as they are.
+
+        For a model that shards and initialises itself, to which buffers are nothing that it initialises.
+        """
+        self.allocate_whole((), device)
+        self._fill(device, None, False)
+
     def complete(
         self,
         device: torch.device,

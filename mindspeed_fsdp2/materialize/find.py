@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -64,6 +65,23 @@ def deferred_values(model: nn.Module, device: torch.device) -> Deferred | None:
             "model in meta_init(), or let reset_parameters() or init_weights() of its module compute it."
         )
     return Deferred(root, source, found)
+
+
+def deferred_buffers(model: nn.Module) -> Deferred | None:
+    """Return what is to be filled of the buffers of ``model``, None if it was not built in ``meta_init``.
+
+    Args:
+        model: Not sharded yet, possibly below wrappers.
+    """
+    root = below_wrappers(model)
+    source = find_recording(root)
+    if source is None:
+        return None
+    source.recorder.close()
+    found = [slot for slot in slots(root) if slot.get().is_meta]
+    buffers = {id(slot.get()) for slot in found if slot.kind in ("buffer", "cache")}
+    chosen = [slot for slot in found if id(slot.get()) in buffers]
+    return Deferred(root, source, [replace(slot, view=source.recorder.view_of(slot.get())) for slot in chosen])
 
 
 def _initialise(root: nn.Module, source: Recording) -> None:

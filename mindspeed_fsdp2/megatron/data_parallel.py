@@ -10,18 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import TorchFullyShardedDataParallel
+from megatron.core.distributed import TorchFullyShardedDataParallel as MegatronFSDP2  # a name no row follows
 from megatron.training import get_args, print_rank_0
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..accumulation import accumulate
 from ..apply import Sharded
-from ..config import load_config
+from ..config import check_supported, load_config
+from ..device import current_device, find_device_type
 from ..errors import ConflictError
 from ..plan import below_wrappers
 from ..wrap import Host, shard_model
-from .meta_build import end_recording, make_draws, refuse_left_on_meta
+from .meta_build import end_recording, prepare_own_sharding, refuse_left_on_meta
+from .mindspeed.collectives import check_float64
+from .mindspeed.own_sharding import check_own_sharding, equalise_own
 from .model_facts import default_units, effective_config, tied_modules, tracker_states
 from .saving.contract import check_contract
 from .saving.dist_check import prepare_torch_dist
@@ -31,7 +34,7 @@ from .startup import CHECKED, megatron_device_type
 logger = logging.getLogger("mindspeed_fsdp2")
 
 
-class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
+class FSDP2DataParallel(MegatronFSDP2):  # type: ignore[misc]
     """Megatron's FSDP2 wrapper, set up by the YAML of ``--fsdp2-config-path``.
 
     Every signature is the parent's. A model that has its own ``fully_shard(process_group, fsdp2_config_path)``
@@ -58,7 +61,7 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
         disable_bucketing: bool = False,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super(TorchFullyShardedDataParallel, self).__init__(config=config, module=module)  # past the stock wrapping
+        super(MegatronFSDP2, self).__init__(config=config, module=module)  # past the stock wrapping
         args = get_args()
         if not getattr(args, CHECKED, False):
             raise ConflictError(
@@ -76,10 +79,16 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
         self.refused_load: tuple[Any, Exception] | None = None  # the values and why; load_checkpoint swallows errors
         own = getattr(below_wrappers(module), "fully_shard", None)
         kind = type(below_wrappers(module)).__name__  # sharding changes the class
+        device_type = megatron_device_type(args)
+        check_float64(module, process_group, device_type)
         if callable(own):
-            make_draws(module, (tracker_states(),))
+            check_supported(load_config(args.fsdp2_config_path))
+            device = current_device(device_type or find_device_type())
+            prepare_own_sharding(module, (tracker_states(),), device)
         if callable(own) and own(process_group=process_group, fsdp2_config_path=args.fsdp2_config_path):
             refuse_left_on_meta(below_wrappers(module))
+            check_own_sharding(below_wrappers(module), kind)
+            equalise_own(below_wrappers(module), device, process_group)
             print_rank_0(f"FSDP2: {kind} sharded itself through its own fully_shard().")
             check_contract(below_wrappers(module), args)
             prepare_torch_dist(below_wrappers(module), args)
@@ -91,7 +100,7 @@ class FSDP2DataParallel(TorchFullyShardedDataParallel):  # type: ignore[misc]
             module,
             lambda: effective_config(load_config(args.fsdp2_config_path), args),
             process_group,
-            megatron_device_type(args),
+            device_type,
             Host(
                 default_units=default_units,
                 ties=tied_modules,

@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import torch
 from megatron.training import get_args
 from torch import nn
 
 from ..errors import PlanError
 from ..materialize.build import find_recording, recording
 from ..materialize.fill import settle
+from ..materialize.find import deferred_buffers
 from ..plan.checks import some
 from ..rng import RandomState
 from .patcher import Patch
@@ -67,17 +69,20 @@ def end_recording(model: nn.Module) -> None:
         )
 
 
-def make_draws(model: nn.Module, random_states: Sequence[RandomState]) -> None:
-    """Leave the random generators where ordinary construction would (**in place**); does nothing without a recording.
+def prepare_own_sharding(model: nn.Module, random_states: Sequence[RandomState], device: torch.device) -> None:
+    """Give buffers their values, and leave the random generators where ordinary construction would (**in place**).
 
-    For a model that shards and initialises itself, from states that mean something.
+    For a model that shards and initialises itself, from states that mean something; its ``init_weights()`` knows of
+    parameters only. Does nothing without a recording.
 
     Args:
         model: The built model.
         random_states: Sources with states of their own.
+        device: This rank's device.
     """
-    found = find_recording(model)
-    if found is not None:
+    buffers, found = deferred_buffers(model), find_recording(model)
+    if buffers is not None and found is not None:
+        buffers.complete_buffers(device)
         settle(found.recorder.tape, random_states)
 
 

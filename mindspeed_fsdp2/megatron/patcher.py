@@ -6,21 +6,15 @@ resolved and checked before the first name is touched, so an installation that f
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import PatchError
-
-ABSENT: Final[Any] = object()
-"""What ``make`` receives where the name does not exist yet (only in rows with ``creates``)."""
-
-_TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
+from .names import ABSENT, Site, holders, resolve
+from .names import accepts as accepts
+from .names import resolves as resolves
 
 
 @dataclass(frozen=True)
@@ -58,24 +52,10 @@ class Patch:
     stacks: bool = False
 
 
-class _Site(NamedTuple):
-    """A name to rebind and what it holds, inherited or not; ``ABSENT`` if nothing."""
-
-    owner: Any
-    attr: str
-    held: Any
-
-    @property
-    def label(self) -> str:
-        owner = self.owner
-        place = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
-        return f"{place}.{self.attr}"
-
-
 class _Binding(NamedTuple):
     """``own`` is what the owner's namespace itself held: ``ABSENT`` where it inherited or lacked the name."""
 
-    site: _Site
+    site: Site
     own: Any
     ours: Any
     keep: list[ModuleType] | None  # held ``ours`` under this name before we did; None: copies are not followed
@@ -94,6 +74,7 @@ class Installation:
     applied: dict[str, tuple[str, ...]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     _undo: list[_Binding] = field(default_factory=list, repr=False)
+    _covered: list[_Binding] = field(default_factory=list, repr=False)
 
     def uninstall(self) -> None:
         """Put back, **in place**, every name as it was found; a second call does nothing.
@@ -101,14 +82,22 @@ class Installation:
         Raises:
             PatchError: Somebody rebound one of our names after us; all such names are listed and nothing is restored.
         """
-        held = [vars(b.site.owner).get(b.site.attr, ABSENT) is b.ours for b in self._undo]
-        lost = [b.site.label for b, ours in zip(self._undo, held) if not (ours or b.stacks)]
+        lost = [b.site.label for b in self._undo if not (_is_ours(b) or b.stacks)]
         if lost:
             what = "cannot be restored, it was rebound after mindspeed_fsdp2 had patched it. Undo that patch first."
             raise PatchError("\n".join(f"{label}: {what}" for label in lost))
-        self._undo = [b for b, ours in zip(self._undo, held) if ours]
+        self.set_aside()
+        self._covered = []
+
+    def set_aside(self) -> None:
+        """Put back, **in place**, every name that is still ours, until :func:`install` is given this log.
+
+        A name that somebody has rebound since stays theirs, with ours below it.
+        """
+        self._covered += [b for b in self._undo if not _is_ours(b)]
+        self._undo = [b for b in self._undo if _is_ours(b)]
         for (_, attr, original), _, ours, keep, _ in self._undo:
-            for module in [] if keep is None else _holders(attr, ours):
+            for module in [] if keep is None else holders(attr, ours):
                 if module not in (keep or ()):
                     setattr(module, attr, original)
         self._roll_back()
@@ -123,8 +112,16 @@ class Installation:
                 setattr(owner, attr, own)
 
 
-def install(table: Sequence[Patch]) -> Installation:
+def _is_ours(binding: _Binding) -> bool:
+    return vars(binding.site.owner).get(binding.site.attr, ABSENT) is binding.ours
+
+
+def install(table: Sequence[Patch], before: Installation | None = None) -> Installation:
     """Rebind, **in place**, every target of every row that applies, in the table's order, and return the undo log.
+
+    Args:
+        table: The rows.
+        before: The log of an installation of the same table that was set aside.
 
     Raises:
         PatchError: A row has no existing target, two rows claim one name, a module fails to import, or a name cannot
@@ -132,8 +129,10 @@ def install(table: Sequence[Patch]) -> Installation:
     """
     done = Installation()
     problems: list[str] = []
-    resolved: list[tuple[Patch, list[_Site]]] = []
+    resolved: list[tuple[Patch, list[Site]]] = []
     claimed: dict[tuple[int, str], str] = {}
+    covered = before._covered if before is not None else []
+    there = {(id(b.site.owner), b.site.attr) for b in covered}
     for row in table:
         if row.applies is not None and not row.applies():
             done.skipped[row.name] = "not needed here"
@@ -149,33 +148,20 @@ def install(table: Sequence[Patch]) -> Installation:
             done.skipped[row.name] = "none of its targets exists"
     if problems:
         raise PatchError("\n".join(problems))
-    for row, bindings in [(row, _bindings(row, sites)) for row, sites in resolved]:
+    free = [(row, [site for site in sites if (id(site.owner), site.attr) not in there]) for row, sites in resolved]
+    for row, bindings in [(row, _bindings(row, sites)) for row, sites in free]:
         _apply(done, row, bindings)
+    done._undo[:0] = covered
     return done
 
 
-def resolves(target: str) -> bool:
-    """Whether ``module:attr`` or ``module:Class.attr`` exists; imports the module (``PatchError`` if that fails)."""
-    site = _resolve(target)
-    return site is not None and site.held is not ABSENT
-
-
-def accepts(target: str, parameter: str) -> bool:
-    """Whether the callable at ``target`` exists and has a parameter of that name; ``**kwargs`` does not count."""
-    site = _resolve(target)
-    if site is None or site.held is ABSENT:
-        return False
-    function = site.held.__func__ if isinstance(site.held, staticmethod | classmethod) else site.held
-    return parameter in inspect.signature(function).parameters
-
-
-def _sites(row: Patch, problems: list[str]) -> list[_Site]:
+def _sites(row: Patch, problems: list[str]) -> list[Site]:
     """The names the row rebinds, each once; what is wrong with the row is appended to ``problems``."""
-    sites: dict[tuple[int, str], _Site] = {}
+    sites: dict[tuple[int, str], Site] = {}
     faults: list[str] = []
     for target in row.targets:
         try:
-            site = _resolve(target)
+            site = resolve(target)
         except PatchError as error:
             faults.append(f"{row.name}: {error}")
             continue
@@ -185,15 +171,15 @@ def _sites(row: Patch, problems: list[str]) -> list[_Site]:
         if row.also_aliases and not isinstance(site.owner, ModuleType):
             faults.append(f"{row.name}: also_aliases does not follow {target}. Use it with module:attr targets only.")
         elif row.also_aliases and site.held is not ABSENT:
-            for module in _holders(site.attr, site.held):
-                sites.setdefault((id(module), site.attr), _Site(module, site.attr, site.held))
+            for module in holders(site.attr, site.held):
+                sites.setdefault((id(module), site.attr), Site(module, site.attr, site.held))
     if not sites and not faults and row.required:
         faults.append(f"{row.name}: none of its targets exists: {', '.join(row.targets)}. Name the new place.")
     problems += faults
     return list(sites.values())
 
 
-def _bindings(row: Patch, sites: Sequence[_Site]) -> list[_Binding]:
+def _bindings(row: Patch, sites: Sequence[Site]) -> list[_Binding]:
     """Make the replacements; touches nothing."""
     made: dict[int, Any] = {}
     bindings = []
@@ -203,7 +189,7 @@ def _bindings(row: Patch, sites: Sequence[_Site]) -> list[_Binding]:
         ours = made[id(site.held)]
         if ours is site.held:
             raise PatchError(f"{row.name}: make returned what {site.label} holds already. Use applies to skip a row.")
-        keep = _holders(site.attr, ours) if row.also_aliases and site.held is not ABSENT else None
+        keep = holders(site.attr, ours) if row.also_aliases and site.held is not ABSENT else None
         bindings.append(_Binding(site, vars(site.owner).get(site.attr, ABSENT), ours, keep, row.stacks))
     return bindings
 
@@ -217,33 +203,3 @@ def _apply(done: Installation, row: Patch, bindings: Sequence[_Binding]) -> None
             raise PatchError(f"{row.name}: {binding.site.label} cannot be set: {error}. Nothing is patched.") from error
         done._undo.append(binding)
     done.applied[row.name] = tuple(binding.site.label for binding in bindings)
-
-
-def _resolve(target: str) -> _Site | None:
-    """The name, or None where this version of the host lacks the module or the class."""
-    if not _TARGET.match(target):
-        raise PatchError(f"the target {target!r} is malformed. Write module:attr or module:Class.attr.")
-    module_name, _, path = target.partition(":")
-    try:
-        owner: Any = importlib.import_module(module_name)
-    except ImportError as error:
-        # Only the absence of the module itself, or of a package above it, means another version of the host.
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            return None
-        raise PatchError(f"{module_name} fails to import: {error}. Repair the installation.") from error
-    *parents, attr = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent, ABSENT)
-        if owner is ABSENT:
-            return None
-        if not isinstance(owner, type):
-            raise PatchError(f"the target {target!r} goes through {parent}, which is not a class.")
-    # getattr on a class would unwrap a staticmethod, and putting that back would not restore identity.
-    lookup = inspect.getattr_static if isinstance(owner, type) else getattr
-    return _Site(owner, attr, vars(owner)[attr] if attr in vars(owner) else lookup(owner, attr, ABSENT))
-
-
-def _holders(attr: str, held: Any) -> list[ModuleType]:
-    """Loaded modules whose own namespace holds this very object under this name."""
-    # A copy, because another thread may be importing; vars(), so that modules with a lazy __getattr__ stay asleep.
-    return [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(attr, ABSENT) is held]

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from ..errors import PatchError
-from .arguments import add_arguments
+from .arguments import DOWNCAST_FLAG, add_arguments
 from .cpu import skip_if_compiled
 from .meta_build import META
 from .norms import wrap_clip, wrap_count_zeros, wrap_data_parallel_group, wrap_grad_norm, wrap_params_norm
-from .patcher import Installation, Patch, accepts
-from .patcher import install as install_patches
+from .patcher import Patch, accepts
 from .saving.dist_patches import TORCH_DIST
 from .saving.rows import SAVING
 from .startup import Startup, wrap_excepthook, wrap_initialize_distributed, wrap_load_yaml
@@ -29,12 +26,15 @@ def _wrapped_class(original: Any) -> Any:
 
 def _with_arguments(original: Callable[..., Any]) -> Callable[..., Any]:
     def add_megatron_arguments(parser: Any) -> Any:
-        return add_arguments(original(parser))
+        # MindSpeed-MM's provider, which argparse asks after this, registers that flag without looking.
+        skip = (DOWNCAST_FLAG,) if "mindspeed_mm" in sys.modules else ()
+        return add_arguments(original(parser), skip=skip)
 
     return add_megatron_arguments
 
 
-_startup = Startup()
+STARTUP = Startup()
+"""Shared by the rows between parsing and the first collective."""
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -48,7 +48,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="conflicts",
         targets=("megatron.training.arguments:validate_args", "megatron.training.initialize:validate_args"),
-        make=_startup.wrap_validate_args,
+        make=STARTUP.wrap_validate_args,
         why="Reports every conflict at once, before Megatron's assertions name the first; switches to CPU mode.",
         remove_when="Never: the YAML's own conflicts stay ours.",
     ),
@@ -67,7 +67,7 @@ PATCHES: tuple[Patch, ...] = (
             "megatron.training:initialize_megatron",
             "megatron.training.training:initialize_megatron",
         ),
-        make=_startup.wrap_initialize_megatron,
+        make=STARTUP.wrap_initialize_megatron,
         why="Up to 0.17 initialize_megatron asserts a CUDA device before it parses the backend.",
         remove_when="0.17 is no longer supported.",
         applies=lambda: accepts("megatron.training.initialize:initialize_megatron", "parsed_args"),
@@ -98,6 +98,7 @@ PATCHES: tuple[Patch, ...] = (
             "megatron.training.models.dist_utils:TorchFullyShardedDataParallel",
         ),
         make=_wrapped_class,
+        also_aliases=True,
         why="The class that shards. Both build paths construct it by one of these names: get_model up to 0.18, "
         "models/dist_utils.py in 0.19.",
         remove_when="Megatron's class takes units, precision, mesh and recompute from a file.",
@@ -167,56 +168,3 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="Never.",
     ),
 )
-
-
-@dataclass
-class _Installed:
-    """The one installation of this process: a second import must find it, or every name would be wrapped twice."""
-
-    patches: Installation | None = None
-
-
-_installed = _Installed()
-
-
-def installed() -> bool:
-    """Return whether Megatron is patched in this process."""
-    return _installed.patches is not None
-
-
-def install() -> None:
-    """Patch Megatron (**in place**); a second call does nothing.
-
-    Raises:
-        PatchError: A name does not exist in this Megatron, all of them listed; nothing is changed then.
-    """
-    if _installed.patches is not None:
-        return
-    if "megatron.training" not in sys.modules:
-        _require_megatron()
-    _installed.patches = install_patches(PATCHES)
-
-
-def uninstall() -> None:
-    """Give every patched name back, CPU mode included (**in place**); without an installation nothing happens.
-
-    Raises:
-        PatchError: Somebody rebound one of the names since; nothing is restored then.
-    """
-    if _installed.patches is None:
-        return
-    _startup.leave_cpu_mode()  # first: it may lie over our own names
-    _installed.patches.uninstall()
-    _installed.patches = None
-
-
-def _require_megatron() -> None:
-    try:
-        import megatron.training  # noqa: F401
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("megatron"):
-            raise
-        raise PatchError(
-            "megatron.training cannot be imported. Install megatron-core 0.17 or newer (Python 3.12), or put a "
-            "Megatron-LM checkout on PYTHONPATH."
-        ) from None

@@ -85,11 +85,17 @@ class Startup:
         if self._cpu_mode is None and cpu_mode_wanted(args.distributed_backend):
             self._cpu_mode = enable_cpu()
 
-    def leave_cpu_mode(self) -> None:
-        """Give back every name that CPU mode redirected (**in place**)."""
-        if self._cpu_mode is not None:
-            self._cpu_mode.restore()
-            self._cpu_mode = None
+    def leave_cpu_mode(self) -> bool:
+        """Give back every name that CPU mode redirected (**in place**); return whether it was on."""
+        if self._cpu_mode is None:
+            return False
+        self._cpu_mode.restore()
+        self._cpu_mode = None
+        return True
+
+    def resume_cpu_mode(self) -> None:
+        """Switch CPU mode on again after :meth:`leave_cpu_mode` (**in place**)."""
+        self._cpu_mode = enable_cpu()
 
 
 def check_arguments(args: Namespace) -> None:

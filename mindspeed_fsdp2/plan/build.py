@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,10 +11,11 @@ from torch import nn
 from ..config import FSDP2Config, check_supported
 from ..errors import ConfigError
 from ..policies import to_dtype
+from .align import align_units, describe_aligned
 from .checks import check_modules, check_parameters, check_wrappers, layout_of, some
 from .index import ModelIndex, build_index
 from .ownership import Ownership, assign_parameters, order_units, units_below
-from .plan import FSDP2Plan, Unit
+from .plan import FSDP2Plan, Unit, unit_name
 from .ranks import shard_size
 from .select import DefaultUnits, Selector, UnitSettings
 from .ties import Tie, find_ties, merge_ties
@@ -65,20 +66,16 @@ def build_plan(
     overrides = selector.overrides()
     if problems:  # what follows reads the selections
         raise ConfigError("\n".join(_in_file_order(problems)))
+    groups, aligned = align_units(groups, ignored, index) if config.align_fsdp_param_groups else (groups, [])
     groups, owned, tie_notices = _owned(groups, ignored, selector.optional, index, config, host_ties)
     settings = selector.settings(groups, overrides)
     if problems:
         raise ConfigError("\n".join(_in_file_order(problems)))
-    notices = [*config.notices, *tie_notices, *check_parameters(owned, config, stored_dtype)]
-    recomputed = [" + ".join(unit) for unit in units_below(recompute, owned.units)]
-    if recomputed and config.num_to_forward_prefetch:
-        notices.append(
-            f"{config.where('num_to_forward_prefetch')}: nothing is gathered ahead from {some(recomputed)}: they lie "
-            "inside recomputed modules, and recomputation would gather ahead once more for nothing."
-        )
-    param_dtype = to_dtype(config.param_dtype)
-    foreign = {p.dtype for p in owned.ignored.values() if p.is_floating_point()} - {param_dtype}
-    root_casts = not (param_dtype and foreign)
+    for unit in set(aligned) & settings.keys():
+        settings[unit]["reshard"] = False  # its modules run all through the forward
+    recomputed = [unit_name(unit) for unit in units_below(recompute, owned.units)]
+    found = (*tie_notices, *check_parameters(owned, config, stored_dtype), *_notices(config, aligned, recomputed))
+    root_casts = _root_casts(config, owned)
     return FSDP2Plan(
         config=config,
         units=_units(owned, index, settings, stored_dtype),
@@ -93,8 +90,24 @@ def build_plan(
         layout=layout_of(owned),
         shard_size=size,
         data_parallel_size=data_parallel_size,
-        notices=tuple(notices),
+        notices=(*config.notices, *found),
     )
+
+
+def _root_casts(config: FSDP2Config, owned: Ownership) -> bool:
+    param_dtype = to_dtype(config.param_dtype)
+    foreign = {p.dtype for p in owned.ignored.values() if p.is_floating_point()} - {param_dtype}
+    return not (param_dtype and foreign)
+
+
+def _notices(config: FSDP2Config, aligned: Sequence[tuple[str, ...]], recomputed: Sequence[str]) -> Iterator[str]:
+    if config.align_fsdp_param_groups:
+        yield describe_aligned(aligned, config.where("align_fsdp_param_groups"))
+    if recomputed and config.num_to_forward_prefetch:
+        yield (
+            f"{config.where('num_to_forward_prefetch')}: nothing is gathered ahead from {some(recomputed)}: they lie "
+            "inside recomputed modules, and recomputation would gather ahead once more for nothing."
+        )
 
 
 def _owned(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +33,8 @@ class ModelIndex:
     def select(self, text: str) -> list[str]:
         """Return the first names of the modules that ``text`` selects, in registration order, each once.
 
-        ``text`` is a module path, or the import path or bare name of a module class; a module path wins.
+        ``text`` is a module path, or the import path or bare name of a module class; a module path wins. An import
+        path selects instances of subclasses too, as in MindSpeed's files, a bare name those of exactly that class.
 
         Raises:
             ModulePathError: Nothing is selected, an index names no module, or ``text`` names a parameter.
@@ -40,10 +42,18 @@ class ModelIndex:
         try:
             found = ModulePath.parse(text).select(self.tree)
         except ModulePathError as error:
-            if text in self.classes:
-                return list(self.classes[text])
+            if found := self._of_class(text):
+                return found
             raise self._explain(text, error) from None
         return list(dict.fromkeys(self.first_name[fqn] for fqn in found))
+
+    def _of_class(self, text: str) -> list[str]:
+        home, _, name = text.rpartition(".")
+        # The model's classes are imported, so nothing needs to be; the path may be one that re-exports the class.
+        kind = getattr(sys.modules.get(home), name, None) if home else None
+        if isinstance(kind, type) and issubclass(kind, nn.Module):
+            return [fqn for fqn, module in self.modules.items() if isinstance(module, kind)]
+        return list(self.classes.get(text, ()))
 
     def _explain(self, text: str, error: ModulePathError) -> ModulePathError:
         owner, _, leaf = text.rpartition(".")

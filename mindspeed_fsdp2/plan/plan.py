@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ..config import FSDP2Config
+
+_NAMED_AT_MOST = 6
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,18 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Its fqns joined for messages; the root is called ``(root)``."""
-        return " + ".join(fqn or "(root)" for fqn in self.fqns)
+        """Its fqns joined for messages, see :func:`unit_name`."""
+        return unit_name(self.fqns)
+
+
+def unit_name(fqns: Sequence[str]) -> str:
+    """Return how messages and records call a unit; no two units of a plan have one name.
+
+    The root is called ``(root)``, and of a unit of many modules only the first few are named.
+    """
+    more = len(fqns) - _NAMED_AT_MOST
+    shown = [fqn or "(root)" for fqn in fqns[: _NAMED_AT_MOST if more > 1 else len(fqns)]]
+    return " + ".join([*shown, f"{more} more"] if more > 1 else shown)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def plan_table(plan: FSDP2Plan) -> str:
         key = (_pattern(unit.name), unit.kind, unit.numel, stored, _own_settings(unit, plan))
         merged.setdefault(key, []).append(unit)
     for (_, kind, numel, stored, own), units in merged.items():
-        rows.append((_collapse([u.name for u in units]), kind, str(len(units)), f"{numel:,}", stored, own))
+        rows.append((_title(units), kind, str(len(units)), f"{numel:,}", stored, own))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["FSDP2 plan", f"  ranks          {_ranks(plan)}"]
     if config.auto_wrap_policy is not None:
@@ -44,6 +44,12 @@ def plan_table(plan: FSDP2Plan) -> str:
         how = "reentrant" if config.use_reentrant else "non-reentrant"
         lines.append(f"  recompute      {_collapse(plan.recompute)} ({how})")
     return "\n".join(lines)
+
+
+def _title(units: list[Unit]) -> str:
+    if len(units) == 1 and len(units[0].fqns) > 1:
+        return _collapse(units[0].fqns).replace(", ", " + ")
+    return _collapse([unit.name for unit in units])
 
 
 def _own_settings(unit: Unit, plan: FSDP2Plan) -> str:

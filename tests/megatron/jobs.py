@@ -93,9 +93,14 @@ class JobResult:
 
 
 class MegatronJobs:
-    """The preloaded process, started by the first :meth:`run` and kept until :meth:`close`."""
+    """The preloaded process, started by the first :meth:`run` and kept until :meth:`close`.
 
-    def __init__(self) -> None:
+    Args:
+        checkout: Folder of a Megatron-LM checkout to import Megatron from; None takes what is installed.
+    """
+
+    def __init__(self, checkout: Path | None = None) -> None:
+        self._paths = [str(ROOT), *([str(checkout)] if checkout else [])]
         self._zygote: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="megatron_jobs_")
         self._count = 0
@@ -162,7 +167,8 @@ class MegatronJobs:
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._zygote is None:
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _with_root()}
+            paths = [*self._paths, os.environ.get("PYTHONPATH", "")]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
             self._log = Path(self._folder.name) / "zygote.log"
             with self._log.open("wb") as log:
                 self._zygote = subprocess.Popen(
@@ -184,10 +190,6 @@ class MegatronJobs:
             self._zygote = None
             raise JobFailure("the preloaded process ended:\n" + self._log.read_text(errors="replace")[-TAIL:])
         return json.loads(line)
-
-
-def _with_root() -> str:
-    return os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
 
 
 def _load(folder: Path, rank: int, exitcode: int) -> RankResult:

@@ -96,6 +96,16 @@ def test_second_enable_is_refused(cpu: CpuMode) -> None:
     assert str(caught.value) == expected
 
 
+def test_no_two_names_of_torch_share_a_function(cpu: CpuMode) -> None:
+    # torch.compile looks rules up by function, and up to 2.13 raises where one bears names with different rules.
+    silent = [torch.cuda.synchronize, torch.cuda.set_device, torch.cuda.empty_cache, torch.cuda.nvtx.range_push]
+    zeros = [torch.cuda.current_device, torch.cuda.memory_allocated, torch.cuda.max_memory_allocated]
+    assert len({id(function) for function in (*silent, *zeros)}) == 7
+    assert [function() for function in silent] == [None] * 4
+    assert [function() for function in zeros] == [0] * 3
+    assert torch.cuda.memory_allocated is torch.cuda.memory.memory_allocated
+
+
 def test_restore_refuses_when_a_name_was_rebound_since() -> None:
     entered = enable_cpu()
     ours = torch.cuda.synchronize

@@ -16,7 +16,7 @@ with warnings.catch_warnings():  # Megatron's imports warn about what is not ins
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-    from mindspeed_fsdp2.megatron.saving.dist_check import Box, find_gaps
+    from mindspeed_fsdp2.megatron.saving.dist_gaps import Box, find_gaps
     from mindspeed_fsdp2.megatron.saving.dist_pieces import Rows, pieces, rows_of, shard_factory
 
 LAYER = (0, 1, 3)  # the second of three layers, in an axis before the parameter's own

@@ -259,7 +259,13 @@ def test_where(load: Callable[[str], FSDP2Config]) -> None:
     [
         ("sharding_size: auto\n", ()),
         ("sharding_size: 2\noffload_to_cpu: true\npin_memory: false\n", ()),
-        ("param_dtype: bf16\n", (f"cfg.yaml: sharding_size: absent, so it is 1: {NOTHING_SHARDED}",)),
+        (
+            "param_dtype: bf16\n",
+            (
+                f"cfg.yaml: sharding_size: absent, so it is 1, as MindSpeed-MM documents it: {NOTHING_SHARDED[:-1]}, which "
+                "is what an absent key means to MindSpeed itself.",
+            ),
+        ),
         ("sharding_size: 1\n", (f"cfg.yaml:1: sharding_size: 1: {NOTHING_SHARDED}",)),
         (
             "sharding_size: auto\npin_memory: false\n",

@@ -38,11 +38,11 @@ SYNC = "belongs to FSDP version 1 and has no counterpart: load the same weights 
 LIMIT = "belongs to FSDP version 1 and has no counterpart: FSDP2 always limits them."
 LOADING = "is about loading and no setting of this file. Load the weights on every rank before wrap_model."
 FULL = (
-    "FULL_STATE_DICT is about checkpoints and no setting of this file; whole weights are what full_parameters(model) "
-    "gathers."
+    "FULL_STATE_DICT is about checkpoints and no setting of this file; export_hf(model, directory) writes whole weights."
 )
 SHARDED = (
-    "SHARDED_STATE_DICT is about checkpoints and no setting of this file; under Megatron write --ckpt-format torch_dcp."
+    "SHARDED_STATE_DICT is about checkpoints and no setting of this file; save_checkpoint always saves shards; under "
+    "Megatron write --ckpt-format torch_dcp."
 )
 OFFLOAD = "on an accelerator the process group needs a backend for CPU tensors: npu:hccl,cpu:gloo."
 CONVERTED = "1 was converted to FSDP2, as accelerate to-fsdp2 does."

@@ -32,6 +32,8 @@ def resolve(requirement: Requirement, python: str, folder: Path) -> Version:
     report = folder / "report.json"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--ignore-installed"]
     command += ["--python-version", python, "--only-binary=:all:", "--target", str(folder), "--report", str(report)]
+    if sys.version_info < tuple(map(int, python.split("."))):
+        command.append("--ignore-requires-python")  # pip up to 23.2 compares it with the Python that pip runs on
     subprocess.run([*command, f"{requirement.name}{requirement.specifier}"], check=True, capture_output=True, text=True)
     return Version(json.loads(report.read_text())["install"][0]["metadata"]["version"])
 

@@ -97,8 +97,9 @@ NOTICES = {
         "units are grouped as sub_modules_to_wrap says.",
     ),
     "mindspeed_gpt.yaml": (
-        "{path}: sharding_size: absent, so it is 1: nothing is sharded, every rank keeps the whole model as in plain "
-        "data parallel. Write auto to shard over the whole data-parallel group.",
+        "{path}: sharding_size: absent, so it is 1, as MindSpeed-MM documents it: nothing is sharded, every rank keeps the "
+        "whole model as in plain data parallel. Write auto to shard over the whole data-parallel group, which is what an "
+        "absent key means to MindSpeed itself.",
     ),
 }
 NATIVE = """\

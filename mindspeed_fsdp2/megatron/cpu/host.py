@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import stand_ins
-from .redirection import Redirection, StandIn, fixed
+from .redirection import Redirection, StandIn, apart
 
 TRACKER_LOGGER = "megatron.core.tensor_parallel.random"
 
@@ -81,6 +81,6 @@ BUILD_STEPS = Redirection(
     "compile_helpers ends the run where a wheel is installed; the fused kernels of older Megatrons need nvcc.",
     (
         StandIn("megatron.core.datasets.utils", "compile_helpers", skip_if_compiled, required=False),
-        StandIn("megatron.legacy.fused_kernels", "load", fixed(stand_ins.nothing), required=False),
+        StandIn("megatron.legacy.fused_kernels", "load", apart(stand_ins.nothing), required=False),
     ),
 )

@@ -15,6 +15,7 @@ from itertools import chain
 
 import torch
 
+from ...device import cuda_means_npu
 from ...errors import ConflictError, PatchError
 from ..patcher import Installation, Patch, install, resolves
 from . import stand_ins
@@ -68,7 +69,7 @@ def cpu_mode_wanted(distributed_backend: str) -> bool:
         return False
     if torch.cuda.is_available is stand_ins.is_available:
         return True  # CPU mode is on: what torch.cuda says now is our own answer
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not cuda_means_npu():
         raise ConflictError(
             "--distributed-backend gloo: means training on CPU, but this machine has a CUDA device. Write "
             "--distributed-backend nccl (or cuda:nccl,cpu:gloo), or hide the device with CUDA_VISIBLE_DEVICES=''."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from ..patcher import Patch
@@ -73,3 +74,11 @@ class Redirection:
 def fixed(stand_in: object) -> Make:
     """Return a maker that binds ``stand_in`` whatever the name held."""
     return lambda original: stand_in
+
+
+def apart(stand_in: Any) -> Make:
+    """Return a maker that binds each name to a function of its own, which does what ``stand_in`` does.
+
+    torch.compile tells torch's functions apart by identity and refuses one that bears two names with different rules.
+    """
+    return lambda original: FunctionType(stand_in.__code__, stand_in.__globals__, stand_in.__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..patcher import Patch
+from ..patcher import Patch, resolves
 
 # The wrappers are imported when a row is applied: they need Megatron's checkpoint code, which a failing check of the
 # other rows should not.
@@ -27,6 +27,22 @@ def _dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
     from .dist_load import wrap_dist_load
 
     return wrap_dist_load(original)
+
+
+def _uneven_to_torch(original: Callable[..., Any]) -> Callable[..., Any]:
+    from .dist_uneven import wrap_to_torch
+
+    return wrap_to_torch(original)
+
+
+def _uneven_validation(original: Callable[..., Any]) -> Callable[..., Any]:
+    from .dist_uneven import wrap_validation
+
+    return wrap_validation(original)
+
+
+def _even_only() -> bool:
+    return not resolves("megatron.core.dist_checkpointing.mapping:ShardedTensor.has_regular_grid")
 
 
 TORCH_DIST: Final[tuple[Patch, ...]] = (
@@ -58,5 +74,21 @@ TORCH_DIST: Final[tuple[Patch, ...]] = (
         why="Names missing, unexpected and mis-shaped tensors on all ranks alike; the original raises on some, and "
         "ignores what the checkpoint has and the run has not.",
         remove_when="--dist-ckpt-strictness raise_all is the default and all ranks raise.",
+    ),
+    Patch(
+        name="uneven-shards",
+        targets=("megatron.core.dist_checkpointing.strategies.torch:sharded_tensor_to_torch_sharded_tensor",),
+        make=_uneven_to_torch,
+        why="Up to 0.14 it takes shards on a regular grid only, and lays SwiGLU's halves wrongly.",
+        remove_when="0.14 is no longer supported.",
+        applies=_even_only,
+    ),
+    Patch(
+        name="uneven-validation",
+        targets=("megatron.core.dist_checkpointing.validation:_validate_sharding_for_key",),
+        make=_uneven_validation,
+        why="As uneven-shards.",
+        remove_when="As uneven-shards.",
+        applies=_even_only,
     ),
 )

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ...checkpoint.pieces import piece_of
 from ...errors import CheckpointError
+from .dist_uneven import UNEVEN, uneven_shard
 
 _TARGET = "target"
 _PIECE = "piece"
@@ -200,11 +201,11 @@ def _moved(described: ShardedTensor, data: torch.Tensor, rows: int) -> ShardedTe
     shape = (1,) * axes + tuple(data.shape)
     # Without fragmentations the format takes pieces of any size, not only a regular grid of equal ones; prepended axes
     # (layers, experts) must then be in the data.
-    return replace(
-        described,
-        data=data.view(shape),
-        local_shape=shape,
-        global_offset=tuple(offset),
-        axis_fragmentations=None,
-        prepend_axis_num=0,
-    )
+    changes = {
+        "data": data.view(shape),
+        "local_shape": shape,
+        "global_offset": tuple(offset),
+        "axis_fragmentations": None,
+        "prepend_axis_num": 0,
+    }
+    return replace(described, **changes) if UNEVEN else uneven_shard(described, changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import logging
 from argparse import Namespace
@@ -52,6 +53,20 @@ class _Loading:
             partial=not self.strict,
             own_schedule=bool(self.args.override_opt_param_scheduler),
         )
+
+
+def wrap_fp8_repair(original: Callable[..., None]) -> Callable[..., None]:
+    """Return ``fix_fp8_params_lose_precision_when_loading_dist_ckpt`` that has nothing to do without that package.
+
+    0.12 asks for the version of Transformer Engine at every load of torch_dist, and fails where there is none.
+    """
+
+    @functools.wraps(original)
+    def fix_fp8_params_lose_precision_when_loading_dist_ckpt(state_dict: Any) -> None:
+        if importlib.util.find_spec("transformer_engine") is not None:
+            original(state_dict)
+
+    return fix_fp8_params_lose_precision_when_loading_dist_ckpt
 
 
 class _NoScheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..patcher import Patch, resolves
-from .load_seams import LoadSeams
+from .load_seams import LoadSeams, wrap_fp8_repair
 from .save_seams import SaveSeams
 from .tracker import wrap_open, wrap_storage
 
@@ -82,6 +82,14 @@ SAVING: Final[tuple[Patch, ...]] = (
         make=_loads.wrap_checkpoint_format,
         why="Half a checkpoint, or one of another format, would fail on some key later, or not at all.",
         remove_when="Never.",
+    ),
+    Patch(
+        name="fp8-repair",
+        targets=("megatron.training.checkpointing:fix_fp8_params_lose_precision_when_loading_dist_ckpt",),
+        make=wrap_fp8_repair,
+        why="0.12 loads torch_dist only where Transformer Engine is installed.",
+        remove_when="0.13 is no longer supported.",
+        required=False,
     ),
     Patch(
         name="legacy-values",
