@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +45,14 @@ from mindspeed_fsdp2 import (
 END_OF_TEXT = 256  # of byte tokens
 HELD_OUT = 0.1
 DEFAULT = {"sharding_size": "auto"}
+WEIGHTS = ("model.safetensors.index.json", "model.safetensors")
+SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup")
+# What a run that goes on must have in common with its start: another value would be ignored or change the data.
+KEPT = ("batch", "accumulate", "length", "lr", "warmup", "schedule", "weight_decay", "clip", "seed", "text")
+
+
+class UsageError(Exception):
+    """What the user has to change; the same on every rank."""
 
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,7 +70,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--warmup", type=int, default=10, help="steps")
-    parser.add_argument("--schedule", default="cosine", help="name of a schedule of Transformers")
+    parser.add_argument("--schedule", default="cosine", choices=SCHEDULES, help="of the learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm; 0: no clipping")
     parser.add_argument("--eval-every", type=int, default=50, help="steps")
@@ -68,7 +78,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--patience", type=int, default=0, help="stop after this many evaluations without a better loss"
     )
     parser.add_argument("--save-every", type=int, default=50, help="steps")
-    parser.add_argument("--keep", type=int, default=2, help="checkpoints kept")
+    parser.add_argument("--keep", type=int, default=2, help="checkpoints kept, beside the best")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--tensorboard", action="store_true", help="write event files into OUT/tensorboard")
     args = parser.parse_args(argv)
@@ -76,9 +86,18 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         path = getattr(args, name)
         if path is not None and not path.exists():
             parser.error(f"--{name}: there is no {path}.")
-    for name in ("steps", "batch", "accumulate", "length", "eval_every", "save_every", "keep"):
-        if getattr(args, name) < 1:
+    if args.model.is_dir() and not any((args.model / name).exists() for name in WEIGHTS):
+        parser.error(f"--model {args.model}: has no {WEIGHTS[1]}. Give a directory that save_pretrained wrote.")
+    for name in ("steps", "stop_at", "batch", "accumulate", "length", "eval_every", "save_every", "keep"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)} is not a number from 1 on.")
+    for name in ("lr", "warmup", "weight_decay", "clip", "patience"):
+        if not getattr(args, name) >= 0:
+            parser.error(f"--{name.replace('_', '-')}: {getattr(args, name)} is not a number from 0 on.")
+    if args.length < 2:
+        parser.error("--length: a sequence of one token has no next token to learn.")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard: the package is not installed. pip install tensorboard")
     return args
 
 
@@ -94,15 +113,21 @@ class Data:
 
 
 def read_data(args: argparse.Namespace) -> Data:
-    text = args.text.read_text(encoding="utf-8") if args.text else python_topics()
-    if args.model.is_dir() and any(args.model.glob("tokenizer*")):
+    try:
+        text = args.text.read_text(encoding="utf-8") if args.text else python_topics()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {args.text}: it cannot be read as UTF-8 text ({error}).") from None
+    if has_tokenizer(args.model):
         ids = AutoTokenizer.from_pretrained(args.model)(text)["input_ids"]
     else:
         ids = [*text.encode(), END_OF_TEXT]
+    if len(ids) < 2 * args.length:
+        raise UsageError(
+            f"--text: {len(ids)} tokens make less than two sequences of {args.length}. Give more text, or a shorter "
+            "--length."
+        )
     sequences = torch.tensor(ids[: len(ids) // args.length * args.length]).view(-1, args.length)
     held_out = max(1, int(HELD_OUT * len(sequences)))
-    if len(sequences) < 2:
-        raise SystemExit(f"--text: {len(ids)} tokens make less than two sequences of {args.length}. Give more text.")
     return Data(sequences[:-held_out], sequences[-held_out:])
 
 
@@ -134,20 +159,35 @@ def order(total: int, seed: int) -> torch.Tensor:
 def build_model(args: argparse.Namespace) -> torch.nn.Module:
     """Return the model, sharded; no rank ever holds a whole one."""
     torch.manual_seed(args.seed)
-    with meta_init():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.float32)
+    try:
+        with meta_init():
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"--model {args.model}: no configuration of a causal language model. {reason}") from None
+    check_fits(model.config, args)
     config = load_config(args.config) if args.config else FSDP2Config(**DEFAULT)
     wrap_model(model, config)
     if args.model.is_dir():
-        load_full_state_dict(model, weights_of(args.model))
+        load_full_state_dict(model, next(args.model / name for name in WEIGHTS if (args.model / name).exists()))
     return model.train()
 
 
-def weights_of(folder: Path) -> Path:
-    for name in ("model.safetensors.index.json", "model.safetensors"):
-        if (folder / name).exists():
-            return folder / name
-    raise SystemExit(f"--model {folder}: has no model.safetensors. Give a directory that save_pretrained wrote.")
+def check_fits(config: Any, args: argparse.Namespace) -> None:
+    """Check what the model can read; it would fail in the middle of a forward, or not at all."""
+    config = config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and args.length > longest:
+        raise UsageError(f"--length: the model reads at most {longest} tokens, not {args.length}.")
+    if not has_tokenizer(args.model) and config.vocab_size <= END_OF_TEXT:
+        raise UsageError(
+            f"--model {args.model}: without a tokenizer bytes are the tokens, and vocab_size {config.vocab_size} is "
+            f"too small for them. Write {END_OF_TEXT + 1} or more."
+        )
+
+
+def has_tokenizer(model: Path) -> bool:
+    return model.is_dir() and any(model.glob("tokenizer*"))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -176,17 +216,31 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
         self.schedule = get_scheduler(args.schedule, self.optimizer, args.warmup, args.steps)
         self.progress, self.step = Progress(), 0
+        self.settings = {name: str(getattr(args, name)) for name in KEPT if getattr(args, name) is not None}
         self.checkpoints, self.best = args.out / "checkpoints", args.out / "best"
         self.first = dist.get_rank() == 0
         torch.manual_seed(args.seed + dist.get_rank())  # dropout differs between ranks
         if list_checkpoints(self.checkpoints):
             loaded = load_checkpoint(self.checkpoints, self.model, self.optimizer, scheduler=self.schedule)
-            self.step, self.progress = loaded.step, Progress(**loaded.extra)
+            self.step, self.progress = loaded.step, Progress(**loaded.extra["progress"])
+            self._check_same(loaded.extra["settings"])
         self._forget_what_was_not_saved()
         self.board = self._board() if self.first and args.tensorboard else None
 
+    def _check_same(self, before: dict[str, str]) -> None:
+        changed = [name for name in KEPT if before.get(name) != self.settings.get(name)]
+        flags = ((f"--{name.replace('_', '-')}", before.get(name)) for name in changed)
+        if changed:
+            raise UsageError(
+                f"--out: the run in {self.args.out} can only go on as it began: "
+                + ", ".join(f"{flag} {value}" if value is not None else f"without {flag}" for flag, value in flags)
+                + ". Give the same, or another --out."
+            )
+
     def _forget_what_was_not_saved(self) -> None:
-        """Take what comes after the checkpoint out of the log: it is done again."""
+        """Take what comes after the checkpoint out of the log, for it is done again, and a model of fewer steps."""
+        if self.first and self.step < self.args.steps and not self.is_stale():
+            shutil.rmtree(self.args.out / "model", ignore_errors=True)
         path = self.args.out / "log.jsonl"
         if self.first and path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -201,6 +255,8 @@ class Trainer:
     def run(self) -> None:
         """Train, keep the best weights, and write them as a Transformers directory."""
         stop_at = min(self.args.steps, self.args.stop_at or self.args.steps)
+        if self.first and self.step:
+            print(f"going on after step {self.step} of {self.args.out}", file=sys.stderr)
         with tqdm(total=self.args.steps, initial=self.step, disable=not self.first) as bar:
             while self.step < stop_at and not self.is_stale():
                 numbers = self.train_step()
@@ -262,7 +318,7 @@ class Trainer:
 
     def judge(self, eval_loss: float) -> None:
         """Keep the weights that are the best so far."""
-        if self.progress.best is None or eval_loss < self.progress.best:
+        if not math.isnan(eval_loss) and (self.progress.best is None or eval_loss < self.progress.best):
             self.progress = Progress(eval_loss)
             self.save(self.best, keep=1)
         else:
@@ -278,7 +334,7 @@ class Trainer:
             self.optimizer,
             step=self.step,
             scheduler=self.schedule,
-            extra=vars(self.progress).copy(),
+            extra={"progress": vars(self.progress).copy(), "settings": self.settings},
             keep=keep,
         )
 
@@ -294,13 +350,18 @@ class Trainer:
 
 def main() -> None:
     args = options()
+    if "RANK" not in os.environ:
+        raise SystemExit("Start it with torchrun: torchrun --nproc_per_node 2 examples/finetune_hf.py ...")
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--out: {error}") from None
         Trainer(args).run()
-    except FSDP2Error as error:  # the same on every rank
+    except (FSDP2Error, UsageError) as error:  # the same on every rank
         if dist.get_rank() == 0:
             print(error, file=sys.stderr)
         raise SystemExit(1) from None

@@ -1,6 +1,7 @@
 """The private names of PyTorch this package cannot do without, each with its reason.
 
-Nothing else in the package imports an underscore name of torch. Remove an entry as soon as a public way exists.
+Nothing else in the package imports an underscore name of torch, but for ``_torch_older.py``. Remove an entry as soon
+as a public way exists.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from typing import Any
 # Before a unit's reduction: FSDP leaves out parameters without a gradient, and no public hook opens before that.
 # Recording initialisation on the meta device: the only hook that sees every operator, whoever calls it.
 # Classes of units: fully_shard keeps the class it makes for each module class here, and has no hook for another one.
-# Dividing gradients: torch 2.7 has no setting by which a unit sums them instead of averaging (see torch_compat.py).
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_state as fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state as state_of
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 from torch.distributed.utils import _apply_to_tensors as apply_to_tensors
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 __all__ = [
-    "DIVIDE_FACTORS",
+    "SEES_DATACLASSES",
     "TorchDispatchMode",
     "TreeSpec",
     "apply_to_tensors",
@@ -39,20 +39,20 @@ __all__ = [
     "has_gradient_hooks",
     "in_backward",
     "keep_in_reduce_dtype",
-    "let_frozen_differ",
+    "param_groups",
     "prepare_unit_class",
     "queue_callback",
     "reduction_hooks",
     "schema_of",
     "set_reduction_hooks",
-    "set_reshard_after_forward",
+    "state_of",
     "tree_flatten",
     "tree_unflatten",
     "unsaved_buffers",
 ]
 
-# Where FSDP looks up how to divide gradients, as a module and a name in it.
-DIVIDE_FACTORS = (collectives, "_get_gradient_divide_factors")
+# Whether FSDP's hooks look into dataclasses; without, they see what torch's pytrees see.
+SEES_DATACLASSES = hasattr(fsdp_state, "_apply_to_tensors")
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ def before_reduction(unit: nn.Module, listener: Callable[[bool, bool], None]) ->
         listener: Told whether a gradient has reached the unit's outputs since the last time, and whether FSDP will
             reduce now; it keeps the gradients whole otherwise.
     """
-    for group in _param_groups(unit):
+    for group in param_groups(unit):
         group.post_backward = _after_listener(group, listener)
 
 
@@ -91,44 +91,9 @@ def _after_listener(group: Any, listener: Callable[[bool, bool], None]) -> Calla
 
     def post_backward(*unused: Any) -> None:
         listener(group._training_state.name == "PRE_BACKWARD", group.reduce_grads)
-        stream = getattr(group.comm_ctx, "all_reduce_stream", None)
-        if isinstance(stream, torch.cpu.Stream) and stream.record_event() is None:  # type: ignore[func-returns-value]
-            group.comm_ctx.all_reduce_stream = _RecordingStream()
         original(*unused)
 
     return post_backward
-
-
-class _RecordingStream(torch.cpu.Stream):
-    """FSDP of torch 2.7 insists on an event of the all-reduce over replicas, and streams of the CPU have none."""
-
-    def record_event(self) -> Any:
-        return torch.cpu.Event()
-
-
-def let_frozen_differ(unit: nn.Module) -> None:
-    """Let frozen parameters of ``unit`` be of other dtypes than its trainable ones (**in place**).
-
-    FSDP looks at the first forward. Only the dtype of gradients has to be one, but torch 2.7 counts in the parameters
-    that have none.
-    """
-    for group in _param_groups(unit):
-        group._init_mp_dtypes = _of_trainable(group, group._init_mp_dtypes)
-
-
-def _of_trainable(group: Any, original: Callable[[], None]) -> Callable[[], None]:
-    def init_mp_dtypes() -> None:
-        try:
-            original()
-        except AssertionError:
-            every = group.fsdp_params  # the first call has set the dtypes of each, before it compared them
-            group.fsdp_params = [param for param in every if param.sharded_param.requires_grad] or every[:1]
-            try:
-                original()
-            finally:
-                group.fsdp_params = every
-
-    return init_mp_dtypes
 
 
 def keep_in_reduce_dtype(unit: nn.Module) -> None:
@@ -136,7 +101,7 @@ def keep_in_reduce_dtype(unit: nn.Module) -> None:
 
     FSDP reduces kept and new gradients of one unit together only if they have one dtype.
     """
-    for group in _param_groups(unit):
+    for group in param_groups(unit):
         for param in group.fsdp_params:
             # From torch 2.15 on kept gradients stay where autograd puts them, and their dtypes may differ.
             convert = getattr(param, "to_accumulated_grad_if_needed", None)
@@ -164,7 +129,7 @@ def drop_pending(unit: nn.Module) -> None:
 
     ``FSDPModule.reset_iter_state`` keeps those that were not reduced (torch 2.14).
     """
-    for group in _param_groups(unit):
+    for group in param_groups(unit):
         group._partial_reduce_output = None
         for param in group.fsdp_params:
             if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):  # from torch 2.15 on
@@ -173,7 +138,8 @@ def drop_pending(unit: nn.Module) -> None:
                 param._unsharded_param.grad = None
 
 
-def _param_groups(unit: nn.Module) -> list[Any]:
+def param_groups(unit: nn.Module) -> list[Any]:
+    """Return what FSDP gathers and reduces together of ``unit``: at most one group before torch 2.12 or so."""
     state: Any = state_of(unit)
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)  # one group only in older versions
     return [state._fsdp_param_group] if groups is None and state._fsdp_param_group is not None else groups or []
@@ -182,15 +148,6 @@ def _param_groups(unit: nn.Module) -> list[Any]:
 def has_gradient_hooks(param: nn.Parameter) -> bool:
     """Return whether someone waits for the gradient of ``param``; tensors have no public list of their hooks."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)
-
-
-def set_reshard_after_forward(unit: nn.Module, value: bool) -> None:
-    """Set whether ``unit`` is resharded, in full, after its forward (**in place**).
-
-    ``FSDPModule.set_reshard_after_forward`` is public from torch 2.8 on, and does this.
-    """
-    for group in _param_groups(unit):
-        group.post_forward_mesh_info = group.mesh_info if value else None
 
 
 def schema_of(operator: Any) -> Any:

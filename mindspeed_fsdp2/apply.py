@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from ._torch_private import let_frozen_differ, prepare_unit_class
+from ._torch_older import mend_unit
+from ._torch_private import prepare_unit_class
 from .backward import Backward
 from .casts import apply_exact_outputs, apply_input_casts, apply_output_casts
 from .device import current_device
@@ -202,7 +203,7 @@ def _shard_units(
         for member in members:
             prepare_unit_class(type(member))
         fully_shard(members if len(members) > 1 else members[0], **options)
-        let_frozen_differ(members[0])
+        mend_unit(members[0])
 
 
 def _apply_casts(plan: FSDP2Plan, modules: dict[str, nn.Module], ignored: Sequence[nn.Module]) -> None:

@@ -73,16 +73,16 @@ def _check_pinning(plan: FSDP2Plan) -> None:
 
 
 def _check_dtypes(plan: FSDP2Plan) -> None:
-    trained = [unit for unit in plan.units if unit.stored_dtype is not None]  # only their gradients are reduced
-    reduced = {unit.name: unit.reduce_dtype or unit.param_dtype or unit.stored_dtype for unit in trained}
-    wrong = {name: dtype for name, dtype in reduced.items() if dtype not in HCCL_REDUCES}
+    # What is reduced are gradients in the reduce dtype, and their norms in the stored one or fp32.
+    trained = [unit for unit in plan.units if unit.stored_dtype is not None]
+    wrong = {unit.name: unit.stored_dtype for unit in trained if unit.stored_dtype not in HCCL_REDUCES}
     problems: list[str] = []
     if wrong:
         kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in wrong.values()}))
         problems.append(
-            f"{plan.config.where('reduce_dtype')}: HCCL cannot reduce {kinds} gradients (of {_some(wrong)}). Set "
-            "reduce_dtype: fp32."
+            f"model: HCCL cannot reduce {kinds} gradients or their norms (of {_some(wrong)}). Load the model in fp32."
         )
+    reduced = {unit.name: unit.reduce_dtype or unit.param_dtype or unit.stored_dtype for unit in trained}
     rounded = [unit.name for unit in plan.units if torch.bfloat16 in (unit.param_dtype, reduced.get(unit.name))]
     if rounded and not supports_bf16("npu"):
         problems.append(

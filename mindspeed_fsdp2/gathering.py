@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ._torch_older import COMPLETES_FORWARDS, complete_partial_forward
 from .hidden_outputs import tensors_in
 from .step_state import StepState
 
@@ -32,9 +33,17 @@ def _without_backward(module: nn.Module, output: Any) -> bool:
 
 def reshard_all(module: nn.Module) -> None:
     """Reshard every unit of ``module`` (**in place**); nothing happens to one that is sharded."""
+    complete_forwards(module)
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
+
+
+def complete_forwards(module: nn.Module) -> None:
+    """Note for every unit that its forward is over, whichever of its modules ran (**in place**)."""
+    for unit in () if COMPLETES_FORWARDS else module.modules():
+        if isinstance(unit, FSDPModule):
+            complete_partial_forward(unit)
 
 
 class GatherOnce:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from .gathering import reshard_all
 from .recovery import Recovery
 from .step_hooks import before_each_step
 from .step_state import StepState
+
+logger = logging.getLogger("mindspeed_fsdp2")
 
 _REPLACED = "_mindspeed_fsdp2_replaced"
 _GATHERED = "_mindspeed_fsdp2_gathered"
@@ -70,6 +73,8 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> N
                 _refuse_added(params, own, module)
             seen[optimizer] = any(id(param) in own for param in params)
             sizes[optimizer] = size
+            if seen[optimizer]:
+                _update_one_by_one(optimizer)
         if module is None or backward is None or not seen[optimizer]:
             return
         if state.unfinished:
@@ -90,6 +95,21 @@ def watch_optimizers(root: nn.Module, state: StepState, backward: Backward) -> N
     root.register_forward_hook(note_forward)
     backward.on_begin(begins)
     before_each_step(root, before_step)
+
+
+def _update_one_by_one(optimizer: torch.optim.Optimizer) -> None:
+    """Switch off ``foreach`` for groups that hold sharded and whole parameters on an accelerator (**in place**).
+
+    There it is torch's default, and it cannot update the two kinds together; on the host it is off anyway.
+    """
+    for group in optimizer.param_groups:
+        kinds = {isinstance(param, DTensor) for param in group["params"] if param.device.type != "cpu"}
+        if len(kinds) == 2 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = False
+            logger.warning(
+                "optimizer: a parameter group holds both sharded and whole parameters, which PyTorch cannot update "
+                "together: foreach=False is set for it. Give the parameters of ignored modules a group of their own."
+            )
 
 
 def _refuse_stale(params: Sequence[nn.Parameter]) -> None:

@@ -15,13 +15,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ._torch_private import has_gradient_hooks, in_backward
+from ._torch_private import SEES_DATACLASSES, has_gradient_hooks, in_backward, tree_flatten
 from .errors import FSDP2Error
 from .step_hooks import before_each_step
 
 _SEEN_AT_MOST = 2000  # objects, so that an output that holds a whole program costs little
 _NAMED_AT_MOST = 3
-_CONTAINERS = "a tensor, or tensors in a tuple, list, dict, dataclass or named tuple"
+_CONTAINERS = "a tensor, or tensors in a tuple, list, dict" + (
+    ", dataclass or named tuple" if SEES_DATACLASSES else " or named tuple (a newer torch sees them in dataclasses too)"
+)
 
 
 def tensors_in(value: Any, *, opaque: bool) -> Iterator[torch.Tensor]:
@@ -40,6 +42,13 @@ def tensors_in(value: Any, *, opaque: bool) -> Iterator[torch.Tensor]:
         elif id(item) not in seen:
             seen.add(id(item))
             left.extend(_inside(item, opaque))
+
+
+def tensors_hooked(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in inputs or outputs of a unit that FSDP's hooks look for."""
+    if SEES_DATACLASSES:
+        return list(tensors_in(value, opaque=False))
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _inside(item: Any, opaque: bool) -> Iterable[Any]:
@@ -80,7 +89,7 @@ def _check_output(name: str, exact: bool, _module: nn.Module, _args: Any, output
         return
     if in_backward():  # in recomputation FSDP hooks nothing, nor needs to
         return
-    seen = [tensor for tensor in tensors_in(output, opaque=False) if tensor.requires_grad]
+    seen = [tensor for tensor in tensors_hooked(output) if tensor.requires_grad]
     if any(not exact or has_gradient_hooks(tensor) for tensor in seen):  # type: ignore[arg-type]
         return
     if seen or any(tensor.requires_grad for tensor in tensors_in(output, opaque=True)):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .casts import is_kept, keep
-from .hidden_outputs import tensors_in
+from .hidden_outputs import tensors_hooked
 
 
 def let_inputs_require_grad(units: Iterable[nn.Module]) -> None:
@@ -26,7 +26,7 @@ def let_inputs_require_grad(units: Iterable[nn.Module]) -> None:
 def _mark(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if not torch.is_grad_enabled() or not any(p.requires_grad for p in module.parameters()):
         return None
-    if any(tensor.requires_grad for tensor in tensors_in((args, kwargs), opaque=False)):
+    if any(tensor.requires_grad for tensor in tensors_hooked((args, kwargs))):
         return None
     return tuple(_required(value) for value in args), {name: _required(value) for name, value in kwargs.items()}
 

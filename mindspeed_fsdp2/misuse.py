@@ -103,7 +103,11 @@ def _check_gradient(grad: torch.Tensor) -> None:
 
 def _check_layout(name: str, placements: tuple[Placement, ...], grad: torch.Tensor) -> None:
     """Check a gradient that autograd itself brings to a sharded parameter; FSDP sets those of the loss."""
-    if isinstance(grad, DTensor) and tuple(grad.placements) != placements:
+    if not isinstance(grad, DTensor):
+        return
+    # Along an axis of one rank sharded and whole are the same, and torch 2.7 takes the one for the other.
+    axes = zip(grad.placements, placements, grad.device_mesh.shape)
+    if any(theirs != ours for theirs, ours, ranks in axes if ranks > 1):
         raise FSDP2Error(
             f"backward: torch lays the gradient of a term made of the sharded parameter {name} out in another way than "
             f"the parameter. {_TERM}"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ._torch_private import drop_pending
 from .backward import Backward
 from .errors import FSDP2Error
-from .gathering import reshard_all
+from .gathering import complete_forwards, reshard_all
 from .step_state import StepState
 from .torch_compat import reset_after_exception
 from .unit_grads import UnitGradients
@@ -141,6 +141,7 @@ class Recovery:
         return bool(shards) and not kept
 
     def _before_forward(self) -> None:
+        complete_forwards(self._root)
         if self._backward.failed or (self._backward.forward_failed and self._state.unfinished):
             left = [p for p in self._params if p.grad is not None or getattr(p, "main_grad", None) is not None]
             if left:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from . import _torch_private as private
+from . import _torch_older as older
 from .errors import FSDP2Error
 from .mesh import replicate_group, shard_group
 
-_ORIGINAL = "_mindspeed_fsdp2_original"
+_MARK = "_mindspeed_fsdp2_original"
 
 
 def set_reshard_after_forward(unit: FSDPModule, value: bool) -> None:
@@ -26,7 +28,7 @@ def set_reshard_after_forward(unit: FSDPModule, value: bool) -> None:
     if hasattr(unit, "set_reshard_after_forward"):
         unit.set_reshard_after_forward(value, recurse=False)
     elif isinstance(unit, nn.Module):
-        private.set_reshard_after_forward(unit, value)
+        older.set_reshard_after_forward(unit, value)
 
 
 def reset_after_exception(root: nn.Module) -> None:
@@ -42,6 +44,27 @@ def reset_after_exception(root: nn.Module) -> None:
             "Start the run again from its last checkpoint."
         )
     reset()
+
+
+def new_group_of(group: dist.ProcessGroup | None, backend: str | None = None) -> dist.ProcessGroup:
+    """Return a new group with the ranks of ``group`` (**collective** over ``group`` alone).
+
+    Ranks meet under the new group's name. Up to torch 2.13 that depends on how many groups a rank belongs to, and where
+    those numbers differ they would wait for each other forever.
+
+    Args:
+        group: None for all ranks.
+        backend: None for that of the default group.
+    """
+    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    names = [older.group_name(ranks)] * len(ranks)
+    dist.all_gather_object(names, names[0], group=group)
+    agreed = hashlib.sha256("".join(names).encode()).hexdigest()
+    with nullcontext() if len(set(names)) == 1 else older.groups_named(agreed):
+        own = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    if not isinstance(own, dist.ProcessGroup):
+        raise RuntimeError("this rank is not among the ranks of its own group")
+    return own
 
 
 def mend_averages(root: nn.Module, mesh: DeviceMesh, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -136,15 +159,16 @@ class Rebound:
 
     def install(self) -> None:
         """Put the replacement in its place (**in place**); a second call changes nothing."""
-        if self.held is not None and not hasattr(self.held, _ORIGINAL):
+        if self.held is not None and not hasattr(self.held, _MARK):
             replacement = self.make(self.held)
-            setattr(replacement, _ORIGINAL, self.held)
+            setattr(replacement, _MARK, (replacement, self.held))
             setattr(self.module, self.name, replacement)
 
     def uninstall(self) -> None:
         """Put the function back (**in place**), unless somebody else has replaced ours."""
-        if hasattr(self.held, _ORIGINAL):
-            setattr(self.module, self.name, getattr(self.held, _ORIGINAL))
+        ours, original = getattr(self.held, _MARK, (None, None))
+        if ours is not None and ours is self.held:  # functools.wraps copies the mark to wrappers around ours
+            setattr(self.module, self.name, original)
 
 
 def _sums_on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +191,7 @@ def _sums_on_gloo(original: Callable[..., Any]) -> Callable[..., Any]:
 # Every function of torch that is ever replaced. A row is installed by the first model that needs it.
 REBOUND: tuple[Rebound, ...] = (
     Rebound(
-        *private.DIVIDE_FACTORS,
+        *older.DIVIDE_FACTORS,
         make=_sums_on_gloo,
         why="On gloo of torch 2.7 an averaging reduce-scatter returns the sum, and an averaging all-reduce raises.",
         remove_when="torch 2.7 is no longer supported: FSDPModule.set_force_sum_reduction_for_comms is there from 2.8.",

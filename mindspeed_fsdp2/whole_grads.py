@@ -13,6 +13,7 @@ from torch import nn
 from ._torch_private import reduction_hooks
 from .backward import Backward
 from .errors import FSDP2Error
+from .torch_compat import new_group_of
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP: large enough to use the links, small enough to start early
 
@@ -202,10 +203,7 @@ def _own_group(group: dist.ProcessGroup | None, device: torch.device) -> dist.Pr
     """Return a new group with the ranks of ``group``, connected (**collective** over ``group``)."""
     if dist.get_world_size(group) == 1:
         return group
-    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-    own = dist.new_group(ranks, use_local_synchronization=True)
-    if not isinstance(own, dist.ProcessGroup):
-        raise RuntimeError("this rank is not among the ranks of its own group")
+    own = new_group_of(group)
     # Backends connect in a group's first collective and block there; in the middle of a backward, where another rank
     # may be waiting in one of FSDP's, that would be a deadlock.
     dist.all_reduce(torch.zeros(1, device=device), group=own)

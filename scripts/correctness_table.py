@@ -35,7 +35,7 @@ SCRIPT: Final = "scripts/correctness_table.py"
 TEST: Final = "tests/megatron/test_parity.py"
 PLAIN_TESTS: Final = tuple(
     f"tests/distributed/test_{name}.py"
-    for name in ("parity", "accumulation", "unused", "gradients", "offload_overrides", "ties")
+    for name in ("parity", "accumulation", "unused", "gradients", "offload_overrides", "ties", "architectures")
 )
 PLAIN: Final[dict[str, dict[Language, str]]] = {
     "sharding": {
@@ -50,6 +50,7 @@ PLAIN: Final[dict[str, dict[Language, str]]] = {
     "offload": {"en": "Offload to host memory", "zh": "卸载到主机内存"},
     "overrides": {"en": "Overrides", "zh": "overrides"},
     "ties": {"en": "Tied weights", "zh": "共享权重"},
+    "architectures": {"en": "Transformers architectures", "zh": "Transformers 架构"},
 }
 COLUMNS: Final = ("losses", "norms", "grads", "params")
 HEADS: Final[dict[Language, tuple[str, ...]]] = {

@@ -12,6 +12,7 @@ from torch import nn
 from ..agreement import exchange
 from ..apply import Sharded
 from ..errors import CheckpointError, FSDP2Error
+from ..torch_compat import new_group_of
 
 T = TypeVar("T")
 
@@ -39,10 +40,8 @@ class Coordination:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self._root = root
-        members = dist.get_process_group_ranks(group) if group is not None else None
         # Only the members take part: other data-parallel groups make their own.
-        everyone = members if members is not None else list(range(self.ranks))
-        self._group: Any = dist.new_group(everyone, backend="gloo", use_local_synchronization=True)
+        self._group: Any = new_group_of(group, backend="gloo")
 
     def agree(self, build: Callable[[], T], what: str) -> T:
         """Call ``build`` on every rank and return its value, or raise the same error on all (**collective**).

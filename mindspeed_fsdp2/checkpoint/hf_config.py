@@ -43,7 +43,7 @@ def describe_model(root: nn.Module, dtype: torch.dtype | None) -> dict[str, str]
     try:
         content = json.loads(config.to_json_string())
         content["architectures"] = [plain_class(root).__name__]
-        texts = {CONFIG: config_text(content, dtype)}
+        texts = {CONFIG: config_text(content, dtype, _DTYPE_KEYS[not hasattr(config, _DTYPE_KEYS[0])])}
         generation: Any = getattr(root, "generation_config", None)
         if generation is not None and root.can_generate():  # type: ignore[operator]
             texts[GENERATION] = generation.to_json_string()
@@ -52,11 +52,17 @@ def describe_model(root: nn.Module, dtype: torch.dtype | None) -> dict[str, str]
     return texts
 
 
-def config_text(content: Mapping[str, Any], dtype: torch.dtype | None) -> str:
-    """Return the text of a ``config.json`` that names ``dtype``, in which ``from_pretrained`` then loads."""
+def config_text(content: Mapping[str, Any], dtype: torch.dtype | None, key: str = _DTYPE_KEYS[0]) -> str:
+    """Return the text of a ``config.json`` that names ``dtype``, in which ``from_pretrained`` then loads.
+
+    Args:
+        content: The configuration.
+        dtype: What most weights are written in, None for none.
+        key: Gets the name where ``content`` has none.
+    """
     changed = _with_dtype(content, dtype_name(dtype)) if dtype is not None else dict(content)
-    if dtype is not None and not any(key in changed for key in _DTYPE_KEYS):
-        changed[_DTYPE_KEYS[0]] = dtype_name(dtype)
+    if dtype is not None and not any(name in changed for name in _DTYPE_KEYS):
+        changed[key] = dtype_name(dtype)
     return json.dumps(changed, indent=2, sort_keys=True) + "\n"
 
 

@@ -154,8 +154,8 @@ def _write(plan: _Plan, folder: Path, ranks: Coordination, what: str) -> dict[in
     progress = Progress(what, total, ranks.rank == 0)
     written = {}
     for count, number in enumerate(mine, start=1):
-        pieces = _pieces(plan, plan.parts[number])
-        written[number] = write_pieces(pieces, folder, number, len(plan.parts), progress)
+        # Without a name for the pieces, which would keep them while the next ones are read.
+        written[number] = write_pieces(_pieces(plan, plan.parts[number]), folder, number, len(plan.parts), progress)
         if ranks.rank == 0:
             logger.info("%s: %d of %d files of this process", what, count, math.ceil(len(plan.parts) / ranks.ranks))
     progress.finish()

@@ -66,6 +66,13 @@ class WorkFolder:
         check_free(self.target)
         self.path.mkdir(parents=True, exist_ok=True)
         self._take_lock()
+        try:
+            self._make(plan, resume)
+        except BaseException:
+            self.release()
+            raise
+
+    def _make(self, plan: Mapping[str, Any], resume: bool) -> None:
         left = read_json(self.path / "plan.json")
         if left is not None and not (resume and left == plan):
             logger.warning("%s: removed, an interrupted export of something else left it.", self.path)
@@ -131,8 +138,8 @@ class WorkFolder:
 
     def discard(self) -> None:
         """Remove the hidden folder, as far as that is possible."""
+        shutil.rmtree(self.path, ignore_errors=True)  # as long as it is locked: afterwards it may be another's
         self.release()
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def release(self) -> None:
         """Let another process go on with the folder."""
@@ -159,7 +166,11 @@ class FileWriter:
         self._checksum = self._size = 0
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, f"write {file.name}")
-        self._write(memoryview(file.header()))
+        try:
+            self._write(memoryview(file.header()))
+        except BaseException:
+            self.close()
+            raise
 
     def put(self, tensor: torch.Tensor) -> None:
         """Write the next tensor of the file; ``tensor`` must not change afterwards.

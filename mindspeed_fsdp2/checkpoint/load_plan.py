@@ -152,4 +152,4 @@ def _empty(index: Metadata, key: str) -> torch.Tensor:
     entry = index.state_dict_metadata.get(key)
     if not isinstance(entry, TensorStorageMetadata):
         raise CheckpointError(f"checkpoint: it lacks {key!r}. Load another checkpoint.")
-    return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")  # whatever the default device is

@@ -47,7 +47,7 @@ def collect_rank_state(device_type: str, rank_extra: object) -> torch.Tensor:
     }
     if device_type != "cpu":
         content["device"] = [device_type, _text(device_module(device_type).get_rng_state())]
-    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8).cpu()
 
 
 def rank_extra_of(state: torch.Tensor) -> Any:
@@ -86,4 +86,5 @@ def _text(state: torch.Tensor) -> str:
 
 
 def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+    # On the host, also where torch.set_default_device names another device.
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8).cpu()

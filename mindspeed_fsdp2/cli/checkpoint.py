@@ -191,7 +191,8 @@ def _processes() -> Iterator[Coordination]:
             sys.exit(1)
         raise
     finally:
-        ranks.close()
+        # A group of another program is left as it is, with ours in it: a later one over the same ranks would get the
+        # same name, and could find the addresses of the one that ended.
         if own:
             dist.destroy_process_group()
 

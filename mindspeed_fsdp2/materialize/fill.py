@@ -74,9 +74,9 @@ class Deferred:
                     member._apply(_unchanged, recurse=False)  # type: ignore[no-untyped-call]
 
     def complete_buffers(self, device: torch.device) -> None:
-        """Give buffers storage and values (**in place**); generators and the recording stay as they are.
+        """Give what these slots hold storage and values (**in place**); generators and the recording stay as they are.
 
-        For a model that shards and initialises itself, to which buffers are nothing that it initialises.
+        For a model that shards and initialises itself, which takes buffers and other tensors for made.
         """
         self.allocate_whole((), device)
         self._fill(device, None, False)

@@ -68,7 +68,7 @@ def deferred_values(model: nn.Module, device: torch.device) -> Deferred | None:
 
 
 def deferred_buffers(model: nn.Module) -> Deferred | None:
-    """Return what is to be filled of the buffers of ``model``, None if it was not built in ``meta_init``.
+    """Return what is to be filled of ``model`` apart from its parameters, None if it was not built in ``meta_init``.
 
     Args:
         model: Not sharded yet, possibly below wrappers.
@@ -79,8 +79,8 @@ def deferred_buffers(model: nn.Module) -> Deferred | None:
         return None
     source.recorder.close()
     found = [slot for slot in slots(root) if slot.get().is_meta]
-    buffers = {id(slot.get()) for slot in found if slot.kind in ("buffer", "cache")}
-    chosen = [slot for slot in found if id(slot.get()) in buffers]
+    params = {id(slot.get()) for slot in found if slot.kind == "parameter"}
+    chosen = [slot for slot in found if id(slot.get()) not in params]
     return Deferred(root, source, [replace(slot, view=source.recorder.view_of(slot.get())) for slot in chosen])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.distributed.ranks import RankPool
 from tests.unit.npu_stand_in import Npu, install
 
 HERE = Path(__file__).parent
@@ -49,6 +50,19 @@ def join(library: Path, rendezvous: str, backend: str = "npu:hccl,cpu:gloo") -> 
     dist.destroy_process_group()
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     return str(dist.get_backend_config())
+
+
+class NpuPool(RankPool):
+    """Ranks with an NPU each, also those that start anew after a failure."""
+
+    def __init__(self, library: Path, world_size: int = 2) -> None:
+        super().__init__(world_size)
+        self._library = library
+
+    def _start(self) -> None:
+        super()._start()
+        backends = self.run(join, self._library, new_rendezvous())
+        assert backends == ["npu:hccl,cpu:gloo"] * self.world_size
 
 
 def new_rendezvous() -> str:

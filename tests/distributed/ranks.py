@@ -117,4 +117,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, inbox: Any, outbox: Any)
 
 
 # Warnings of PyTorch itself that say nothing about this package.
-ALLOWED_WARNINGS: tuple[str, ...] = ()
+ALLOWED_WARNINGS: tuple[str, ...] = (
+    "TypedStorage is deprecated",  # torch.distributed.checkpoint of torch 2.7
+    r"The epoch parameter in `scheduler\.step\(\)`",  # SequentialLR of torch 2.7
+)

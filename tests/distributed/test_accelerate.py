@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
 
-from mindspeed_fsdp2 import FSDP2Error, wrap_model
+from mindspeed_fsdp2 import wrap_model
 from tests.distributed.ranks import RankPool
-from tests.distributed.test_finetune import SCRIPT, TINY, script
+from tests.distributed.test_checkpoint_docs import blocks
+from tests.distributed.test_finetune import ROOT, TINY, script
 from tests.distributed.test_refusals import message, same_on_all
 from tests.distributed.training import full
 
@@ -73,10 +74,27 @@ def _argv(folder: Path, config: dict[str, Any], **flags: Any) -> list[str]:
     (folder / "model.json").write_text(json.dumps(model))
     (folder / "cfg.yaml").write_text(json.dumps(config))
     (folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(200)))
-    given = {"steps": STEPS, "batch": 2, "accumulate": 2, "length": 32, "warmup": 2, "lr": 0.01, **flags}
+    given = {
+        "steps": STEPS,
+        "batch": 2,
+        "accumulate": 2,
+        "length": 32,
+        "warmup": 2,
+        "lr": 0.01,
+        "weight_decay": 0.01,
+        **flags,
+    }
     paths = {"model": folder / "model.json", "config": folder / "cfg.yaml", "text": folder / "text.txt"}
     pairs = {**paths, "out": folder / "out", **given}
     return [str(part) for name, value in pairs.items() for part in (f"--{name.replace('_', '-')}", value)]
+
+
+def on_the_page(name: str) -> Any:
+    """Return a function of the page about Hugging Face."""
+    names: dict[str, Any] = {}
+    for block in blocks(ROOT / "docs" / "en" / "huggingface.md", "python"):
+        exec(compile(block, "huggingface.md", "exec"), names)
+    return names[name]
 
 
 def _accelerate(kind: str) -> Any:
@@ -141,12 +159,20 @@ class Loop:
 
     def __init__(self, argv: list[str], wrapped: bool, options: dict[str, Any]) -> None:
         self.args = script().options(argv)
-        policy = "NO_WRAP" if wrapped else "TRANSFORMER_BASED_WRAP"
-        self.accelerator = _accelerator(args=self.args, auto_wrap_policy=policy, **options)
-        model = script().build_model(self.args) if wrapped else _plain(self.args)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=self.args.lr, weight_decay=self.args.weight_decay)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        assert self.model is model
+        model = _plain(self.args)
+        if wrapped and not options:
+            _accelerate("MULTI_GPU")
+            more = {"gradient_accumulation_steps": self.args.accumulate, "step_scheduler_with_optimizer": False}
+            prepared = on_the_page("prepare")(model, self.args.config, self.args.lr, **more)
+            self.accelerator, self.model, self.optimizer = prepared
+        else:
+            policy = "NO_WRAP" if wrapped else "TRANSFORMER_BASED_WRAP"
+            self.accelerator = _accelerator(args=self.args, auto_wrap_policy=policy, **options)
+            if wrapped:
+                wrap_model(model, self.args.config)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=self.args.lr, weight_decay=self.args.weight_decay)
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        assert self.model is model and self.accelerator.is_fsdp2
         args = self.args
         schedule = script().get_scheduler(args.schedule, self.optimizer, args.warmup, args.steps)
         self.schedule = self.accelerator.prepare(schedule)
@@ -257,10 +283,6 @@ def test_trains_as_fsdp2_of_accelerate(
 # --- our models in the hands of Accelerate ----------------------------------------------------------------------------
 
 
-def _on_both(error: Any) -> None:
-    assert error
-
-
 @pytest.mark.parametrize("state", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 def test_fsdp2_of_accelerate_takes_our_model_as_it_is(ranks: RankPool, tmp_path: Path, state: str) -> None:
     argv = _argv(tmp_path, YAML, clip=0)
@@ -268,6 +290,44 @@ def test_fsdp2_of_accelerate_takes_our_model_as_it_is(ranks: RankPool, tmp_path:
     got = ranks.run(_interrupted, argv, str(tmp_path / "state"), {"state_dict_type": state})
     assert all(run.units == UNITS for run in got)
     _equal(got, want, 0.0)
+
+
+@pytest.fixture(scope="module")
+def more_ranks() -> Iterator[RankPool]:
+    """Four such ranks."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+DROPLESS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"sharding_size": 2}, id="replicas"),
+        pytest.param({"ignored_modules": ["model.norm", "model.embed_tokens"]}, id="whole"),
+        pytest.param({"offload_to_cpu": True, "num_to_forward_prefetch": 1}, id="offload"),
+        pytest.param({"param_dtype": "bf16", "recompute_modules": ["model.layers.{*}"]}, id="bf16"),
+        pytest.param({}, id="tied"),
+    ],
+)
+def test_whatever_the_yaml_file_says(
+    more_ranks: RankPool,
+    tmp_path: Path,
+    config: dict[str, Any],
+    state: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    argv = _argv(tmp_path, {**YAML, **config}, clip=0)
+    if request.node.callspec.id.startswith("tied"):
+        (tmp_path / "model.json").write_text(json.dumps(GPT2 | DROPLESS))
+    want = more_ranks.run(_example, argv)
+    _equal(more_ranks.run(_interrupted, argv, str(tmp_path / "state"), {"state_dict_type": state}), want, 0.0)
 
 
 def test_accelerate_clips_and_accumulates_our_model(ranks: RankPool, tmp_path: Path) -> None:
@@ -393,8 +453,10 @@ def test_what_accelerate_cannot_do_to_our_model_is_said_before_the_first_step(
 
 # --- transformers.Trainer ---------------------------------------------------------------------------------------------
 
+PLAIN = {"version": 2, "auto_wrap_policy": "NO_WRAP"}  # as on the page
 
-def _trainer(argv: list[str], out: str, kind: str = "MULTI_GPU", **options: Any) -> Any:
+
+def _trainer(argv: list[str], out: str, kind: str, model_seed: int, fsdp_config: dict[str, Any] | None) -> Any:
     """Return a transformers.Trainer with a model of ours and the data of examples/finetune_hf.py in its order."""
     _accelerate(kind)
     from transformers import Trainer, TrainingArguments
@@ -402,38 +464,83 @@ def _trainer(argv: list[str], out: str, kind: str = "MULTI_GPU", **options: Any)
     args = script().options(argv)
     train = script().read_data(args).train
     sequences = train[script().order(len(train), args.seed)]
-    settings = TrainingArguments(
-        out,
-        use_cpu=True,
-        accelerator_config={"use_configured_state": True},
-        per_device_train_batch_size=args.batch,
-        gradient_accumulation_steps=args.accumulate,
-        max_steps=args.steps,
-        learning_rate=args.lr,
-        weight_decay=args.weight_decay,
-        lr_scheduler_type=args.schedule,
-        warmup_steps=args.warmup,
-        max_grad_norm=args.clip,
-        optim="adamw_torch",
-        train_sampling_strategy="sequential",
-        logging_steps=1,
-        save_steps=STEPS // 2,
-        report_to=[],
-        disable_tqdm=True,
-        **options,
-    )
     data = [{"input_ids": tokens, "labels": tokens} for tokens in sequences]
-    return Trainer(script().build_model(args), settings, train_dataset=data, eval_dataset=data[:4])
+    settings: dict[str, Any] = {
+        "use_cpu": True,
+        "accelerator_config": {"use_configured_state": True},
+        "per_device_train_batch_size": args.batch,
+        "gradient_accumulation_steps": args.accumulate,
+        "max_steps": args.steps,
+        "learning_rate": args.lr,
+        "weight_decay": args.weight_decay,
+        "lr_scheduler_type": args.schedule,
+        "warmup_steps": args.warmup,
+        "max_grad_norm": args.clip,
+        "optim": "adamw_torch",
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "save_steps": STEPS // 2,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    args.seed = model_seed
+    model = _plain(args)
+    if fsdp_config == PLAIN:
+        return on_the_page("make_trainer")(model, args.config, data, out, **settings)
+    if fsdp_config is not None:
+        settings |= {"fsdp": True, "fsdp_config": dict(fsdp_config)}
+    arguments = TrainingArguments(out, **settings)
+    return Trainer(wrap_model(model, args.config), arguments, train_dataset=data, eval_dataset=data)
 
 
-def _trained(argv: list[str], out: str, options: dict[str, Any], resume: bool) -> Run:
+def _trained(argv: list[str], out: str, fsdp_config: dict[str, Any], start: str | None) -> tuple[Run, float]:
     with _quiet():
-        trainer = _trainer([*argv, *(["--seed", "1234"] if not resume else [])], out, **options)
+        trainer = _trainer(argv, out, "MULTI_GPU", 5 if start else 1234, fsdp_config)
         run = Run.of(trainer.model)
-        trainer.train(resume_from_checkpoint=resume)
-        run.losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-        run.norms = [line["grad_norm"] for line in trainer.state.log_history if "loss" in line]
+        trainer.train(resume_from_checkpoint=start)
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        run.losses, run.norms = [line["loss"] for line in lines], [line["grad_norm"] for line in lines]
+        eval_loss = trainer.evaluate(trainer.train_dataset[:4])["eval_loss"]
         run.params = {name: full(param) for name, param in trainer.model.named_parameters()}
-        assert Run.of(trainer.model).units == run.units
-        assert not any("module" in name.split(".") for name, _ in trainer.model_wrapped.named_modules())
-    return run
+        assert Run.of(trainer.model_wrapped).units == run.units
+    return run, eval_loss
+
+
+@pytest.mark.parametrize("state", [None, pytest.param("SHARDED_STATE_DICT", marks=SLOW)])
+def test_transformers_trainer_trains_saves_and_resumes(ranks: RankPool, tmp_path: Path, state: str | None) -> None:
+    argv = _argv(tmp_path, YAML, weight_decay=0)
+    want = ranks.run(_example, argv)
+    options = {**PLAIN, "state_dict_type": state} if state else PLAIN
+    results = ranks.run(_trained, argv, str(tmp_path / "whole"), options, None)
+    whole = [run for run, _ in results]
+    assert all(run.units == UNITS for run in whole)
+    _equal(whole, want, 2e-6)  # Trainer divides the sum of the losses by the number of tokens
+    start = str(tmp_path / "whole" / f"checkpoint-{STEPS // 2}")
+    halves = [run for run, _ in ranks.run(_trained, argv, str(tmp_path / "halves"), options, start)]
+    assert [run.losses for run in halves] == [run.losses for run in whole]
+    assert [run.norms for run in halves] == [run.norms for run in whole]
+    for one, other in zip(halves, whole):
+        assert all(torch.equal(one.params[name], param) for name, param in other.params.items())
+    if state is None:  # whole tensors are Trainer's default
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / f"checkpoint-{STEPS}").eval()
+        assert all(torch.equal(param, whole[0].params[name]) for name, param in model.named_parameters())
+        args = script().options(argv)
+        train = script().read_data(args).train
+        tokens = train[script().order(len(train), args.seed)][:4]
+        with torch.no_grad():
+            assert results[0][1] == pytest.approx(model(input_ids=tokens, labels=tokens).loss.item(), rel=1e-6)
+
+
+def _refused_trainer(argv: list[str], out: str, kind: str) -> list[str]:
+    with _quiet():
+        trainer = _trainer(argv, out, kind, 1234, None)
+        return [message(trainer.train)[1], message(trainer.evaluate)[1]]
+
+
+@pytest.mark.parametrize("kind", ["MULTI_CPU", "MULTI_GPU"])
+def test_transformers_trainer_without_fsdp2_is_refused(
+    ranks: RankPool, argv: list[str], tmp_path: Path, kind: str
+) -> None:
+    assert ranks.run(_refused_trainer, argv, str(tmp_path / "trainer"), kind) == [[REFUSED] * 2] * 2
+    assert not list((tmp_path / "trainer").glob("checkpoint*"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -13,7 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from mindspeed_fsdp2 import wrap_model
+from mindspeed_fsdp2 import FSDP2Config, wrap_model
+from mindspeed_fsdp2.plan import build_plan
 from tests.distributed.architectures import ARCHITECTURES, Inputs
 from tests.distributed.measured import record
 from tests.distributed.ranks import RankPool
@@ -86,6 +89,10 @@ def _largest(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> flo
     return worst
 
 
+def _norm(grads: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([grad.double().norm() for grad in grads.values()]).norm())
+
+
 CASES: Final = [
     pytest.param(
         name, recompute, marks=[pytest.mark.slow] if "not" in recompute and name not in ("GPT-2", "T5") else []
@@ -110,12 +117,37 @@ def test_learns_what_one_process_learns(ranks2: RankPool, name: str, recompute: 
         assert run.losses == runs[0].losses
         worst = {
             "loss": max(abs(got - right) / abs(right) for got, right in zip(run.losses, want.losses)),
+            "norm": abs(_norm(run.grads) / _norm(want.grads) - 1),
             "grad": _largest(run.grads, want.grads),
             "param": _largest(run.params, want.params),
         }
         assert worst["loss"] <= LOSSES, worst
+        assert worst["norm"] <= GRADIENTS, worst
         assert worst["grad"] <= GRADIENTS, worst
         assert worst["param"] <= PARAMETERS, worst
         for param in want.grads:
             assert not torch.equal(run.start[param], run.params[param]), f"{param} did not move"
     record("architectures", ", ".join(filter(None, (name, recompute))), 2, worst)
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_table_of_the_docs(language: str) -> None:
+    """Every row names exactly the units that the defaults give, and the layers that are recomputed."""
+    text = (Path(__file__).parents[2] / "docs" / language / "huggingface.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\|.*\{\*\}.*\|.*\{\*\}", line)]
+    assert [re.sub("[ （(].*", "", name) for name, _, _ in rows] == list(ARCHITECTURES)
+    for (name, units, layers), architecture in zip(rows, ARCHITECTURES.values()):
+        model = architecture.build()
+        plan = build_plan(FSDP2Config(sharding_size="auto"), model, data_parallel_size=2)
+        names = {re.sub(r"\.\d+", ".{*}", fqn) for unit in plan.units for fqn in unit.fqns if fqn}
+        assert set(re.findall("`(.*?)`", units)) == names
+        assert layers == f"`{architecture.layers}`"
+        tied = any(len(names) > 1 for names in _names_of(model).values())
+        assert tied == (re.search("[（(](tied weights|共享权重)[）)]$", name) is not None), name
+
+
+def _names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(param, []).append(name)
+    return found

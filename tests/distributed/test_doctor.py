@@ -186,26 +186,27 @@ def test_a_missing_dtype_is_found_where_training_needs_it(tmp_path: Path) -> Non
     codes, text = examine(no_such_dtype, tmp_path)
     assert codes == [1, 1]
     lines = lines_of(text)
-    assert wrong(text) == ["reduce_scatter SUM bfloat16", "reduce_scatter AVG bfloat16"]
+    averages = lines["all_reduce AVG float32"][0] == "ok"  # those of gloo in torch 2.7 are never asked for
+    assert wrong(text) == ["reduce_scatter SUM bfloat16", *(["reduce_scatter AVG bfloat16"] if averages else [])]
     assert lines["reduce_scatter SUM bfloat16"][1] == "RuntimeError: Unsupported data type torch.bfloat16"
     assert lines["reduce_scatter SUM float64"] == ("absent", "RuntimeError: Unsupported data type torch.float64")
 
 
 def test_a_hanging_collective_is_named_with_its_ranks(tmp_path: Path) -> None:
-    codes, text = examine(hanging, tmp_path, "--timeout", "5")
+    codes, text = examine(hanging, tmp_path, "--timeout", "10")
     assert codes == [1, 1]
     verdict, detail = lines_of(text)["broadcast float16"]
     assert verdict == "HANGS"
     first, second = detail.split("; ")
-    assert first.startswith("rank 0: hangs, no end after 5 s in ") and "broadcast" in first
-    assert second.startswith("rank 1: hangs, no end after 5 s in ") and second.endswith(")")
+    assert first.startswith("rank 0: hangs, no end after 10 s in ") and "broadcast" in first
+    assert second.startswith("rank 1: hangs, no end after 10 s in ") and second.endswith(")")
     assert "broadcast (test_doctor.py:" in second
     assert re.search(r"^  not run after that: \d+ checks, from 'all_gather int64' on$", text, re.MULTILINE)
     assert "1 wrong: broadcast float16" in text
 
 
 def test_a_rank_that_ends_is_named(tmp_path: Path) -> None:
-    codes, text = examine(dying, tmp_path, "--timeout", "5")
+    codes, text = examine(dying, tmp_path, "--timeout", "10")
     assert codes == [1, 3]
     verdict, detail = lines_of(text)["broadcast float16"]
     assert verdict == "HANGS" and detail.endswith("rank 1: no answer")

@@ -143,6 +143,7 @@ def _train_and_export(folder: str) -> dict[str, torch.Tensor]:
 
 def test_trained_values_in_each_dtype(ranks2: RankPool, tmp_path: Path) -> None:
     values, _ = ranks2.run(_train_and_export, os.fspath(tmp_path))
+    assert main(["checkpoint", "verify", str(tmp_path / "ckpt")]) == 0  # the optimizer's tensors too
     start = build("gpt2").state_dict()
     assert not any(torch.equal(values[key], start[key]) for key in values)  # all of it was trained
     del values["lm_head.weight"]

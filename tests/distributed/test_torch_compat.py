@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from mindspeed_fsdp2 import FSDP2Error, _torch_private, torch_compat, wrap_model
+from mindspeed_fsdp2 import FSDP2Error, _torch_older, torch_compat, wrap_model
 from mindspeed_fsdp2.mesh import build_mesh
 from tests.distributed.chains import Block, Chain, inputs
 from tests.distributed.ranks import RankPool
@@ -180,7 +180,7 @@ def _resharded(private: bool) -> list[bool]:
     seen = []
     for value in (False, True):
         for block in model.blocks:
-            (_torch_private if private else torch_compat).set_reshard_after_forward(block, value)
+            (_torch_older if private else torch_compat).set_reshard_after_forward(block, value)
         model(inputs()).backward()  # the first forward makes the root of torch 2.7 what it is
         model(inputs())
         seen.append(all(isinstance(param, DTensor) for block in model.blocks for param in block.parameters()))
@@ -206,3 +206,18 @@ def test_unit_that_is_frozen_in_two_dtypes(ranks2: RankPool) -> None:
     for grads in ranks2.run(_frozen_in_two_dtypes):
         assert grads[:2] == [None, None]
         assert all(grad is not None and grad.abs().max() > 0 for grad in grads[2:])
+
+
+def _own_groups() -> list[float]:
+    """Rank 0 belongs to one group more than the others, so that torch would give new ones different names."""
+    dist.new_group([0])
+    sums = []
+    for group in (None, torch_compat.new_group_of(None)):
+        mine = torch.tensor(1.0 + dist.get_rank())
+        dist.all_reduce(mine, group=torch_compat.new_group_of(group, backend="gloo"))
+        sums.append(mine.item())
+    return sums
+
+
+def test_own_groups_where_ranks_belong_to_different_numbers_of_groups(ranks2: RankPool) -> None:
+    assert ranks2.run(_own_groups) == [[3.0, 3.0]] * 2

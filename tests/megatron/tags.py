@@ -28,6 +28,7 @@ INSTALLED = "installed"
 HOOK = "tests.megatron.saving_specs:prepare"
 STEPS, SAVED_AT = 6, 3
 TIMEOUT_S = 120.0
+OURS = os.sep + "mindspeed_fsdp2" + os.sep
 
 LAYERS = "decoder.layers.{*}"
 ZERO3: Mapping[str, Any] = {
@@ -153,6 +154,8 @@ class Runs:
         try:
             return self._run(flags or {}, None, ranks, tensor, script)
         except JobFailure as failure:
+            if OURS in last_frame(failure):
+                raise
             raise UpstreamCannot(f"plain DDP: {reason(failure)}") from failure
 
     def fsdp2(
@@ -403,6 +406,12 @@ def reason(failure: JobFailure) -> str:
         r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit|Interrupt)\b.*)$", str(failure), re.M
     )
     return lines[0] if lines else str(failure).strip().splitlines()[-1]
+
+
+def last_frame(failure: JobFailure) -> str:
+    """Return where the first traceback in a failed job's description ends."""
+    first = str(failure).partition("[rank 1] exit code")[0]
+    return (re.findall(r'File "(.*)", line \d+', first) or [""])[-1]
 
 
 def last_line(text: str, whole: bool = False) -> str:

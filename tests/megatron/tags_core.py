@@ -28,22 +28,13 @@ class CoreRuns:
 
     Attributes:
         folder: Where the runs leave what they recorded.
-        paths: In front of ``PYTHONPATH``.
     """
 
     folder: Path
-    paths: tuple[str, ...] = ()
     _count: int = field(default=0)
 
-    def run(
-        self,
-        settings: Mapping[str, Any] | None,
-        ranks: int = 2,
-        tensor: int = 1,
-        sgd: bool = False,
-        dropout: float = 0.0,
-    ) -> list[dict[str, Any]]:
-        """Return what each rank recorded; ``settings`` None trains with Megatron's DDP.
+    def run(self, *jobs: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+        """Return what each rank of each run recorded.
 
         Raises:
             JobFailure: A rank failed.
@@ -51,35 +42,26 @@ class CoreRuns:
         self._count += 1
         folder = self.folder / f"core{self._count}"
         folder.mkdir()
-        job = {"settings": settings, "tensor": tensor, "sgd": sgd, "dropout": dropout}
-        paths = os.pathsep.join(filter(None, (str(ROOT), *self.paths, os.environ.get("PYTHONPATH", ""))))
-        started = []
-        for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            with (folder / f"log{rank}").open("wb") as log:
-                started.append(
-                    subprocess.Popen(
-                        [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), json.dumps(job)],
-                        env={**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        try:
-            codes = [process.wait(TIMEOUT_S) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-        if any(codes):
-            logs = [(folder / f"log{rank}").read_text(errors="replace")[-4000:] for rank in range(ranks)]
-            raise JobFailure(
-                "\n".join(f"[rank {rank}] exit code {codes[rank]}\n{log}" for rank, log in enumerate(logs))
-            )
-        return [torch.load(folder / f"rank{rank}.pt") for rank in range(ranks)]
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *map(json.dumps, jobs)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        if ended.returncode:
+            raise JobFailure(ended.stdout[-8000:])
+        return [
+            [torch.load(folder / f"run{number}-rank{rank}.pt") for rank in range(job["ranks"])]
+            for number, job in enumerate(jobs)
+        ]
 
 
 def _equal(runs: CoreRuns, settings: Mapping[str, Any], **setup: Any) -> list[str]:
-    mine, theirs = runs.run(settings, **setup), runs.run(None, **setup)
+    job = {"ranks": 2, "tensor": 1, "sgd": False, "dropout": 0.0, **setup}
+    mine, theirs = runs.run({**job, "settings": settings}, {**job, "settings": None})
     found = []
     for rank, (own, reference) in enumerate(zip(mine, theirs, strict=True)):
         if set(own["kinds"].values()) != {"DTensor"} or set(reference["kinds"].values()) != {"Parameter"}:

@@ -102,48 +102,37 @@ class Npu:
             self.extension.set_device(self.current)
 
 
-class Stream:
-    """Work on it is done at once."""
+class Stream(torch.Stream):
+    """Work on it is done at once. As in torch_npu, a subclass of torch's own, which is passed to torch's C++."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.priority = priority
+    def __new__(cls, device: Any = None, priority: int = 0) -> Stream:
+        return super().__new__(cls, device="npu")
 
     def wait_event(self, event: Any) -> None:
         assert isinstance(event, Event), event
+        super().wait_event(event)
 
     def wait_stream(self, stream: Any) -> None:
         assert isinstance(stream, Stream), stream
+        super().wait_stream(stream)
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event()
+        found = Event() if event is None else event
+        found.record(self)
+        return found
 
-    def synchronize(self) -> None:
-        pass
 
-
-class Event:
+class Event(torch.Event):
     """Over as soon as it is recorded."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        assert stream is None or isinstance(stream, Stream), stream
-
-    def wait(self, stream: Any = None) -> None:
-        assert stream is None or isinstance(stream, Stream), stream
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False) -> Event:
+        return super().__new__(cls, device="npu")
 
 
 def modules(npu: Npu) -> dict[str, types.ModuleType]:
     """Return the modules of torch_npu by name."""
     for kind in (Stream, Event):
-        offered = set(NAMES["classes"][kind.__name__]) | {"__init__", "priority"}
+        offered = set(NAMES["classes"][kind.__name__])
         unknown = {name for name in vars(kind) if not name.startswith("__")} - offered
         assert not unknown, f"torch_npu's {kind.__name__} has no {sorted(unknown)}"
     functions = npu.functions()

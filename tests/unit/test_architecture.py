@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[2] / "mindspeed_fsdp2"
 
 # Layers, lowest first: a file imports only from its own layer or lower ones. A folder counts as one part.
 LAYERS = [
-    {"errors", "_torch_private"},
+    {"errors", "_torch_private", "_torch_older"},
     {"module_path", "device", "mesh", "agreement", "param_attrs", "casts"},
     {"config", "rng", "policies"},
     {"step_state", "step_hooks"},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from mindspeed_fsdp2.checkpoint import hf_work
 from mindspeed_fsdp2.cli import main
 
 VALUES = {
@@ -374,11 +377,71 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], arguments: l
     assert sorted(str(path) for path in folder.rglob("*")) == before
 
 
-def test_two_exports_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mindspeed_fsdp2.checkpoint.hf_work import WorkFolder
+class Crash(BaseException):
+    """The process ends here, as far as files are concerned."""
 
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """Make the export end before it changes the disk for the ``number``-th time; return what was changed."""
+    done: list[str] = []
+
+    def counted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*arguments: Any, **options: Any) -> Any:
+            if len(done) == number:
+                raise Crash
+            done.append(name)
+            return original(*arguments, **options)
+
+        return act
+
+    for owner, name in (
+        (Path, "rename"),
+        (Path, "mkdir"),
+        (Path, "write_text"),
+        (hf_work, "sync_files"),
+        (hf_work, "write_json"),
+        (hf_work.shutil, "rmtree"),
+        (hf_work.FileWriter, "_write"),
+    ):
+        monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
+    return done
+
+
+def test_an_export_that_ends_anywhere_is_complete_or_absent(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     imported(capsys)
-    other = WorkFolder(folder / "back")
+    command = ["export", "ckpt", "back", "--max-shard-size", "100"]
+    points, resumed = 0, set()
+    while True:
+        with monkeypatch.context() as patches:
+            done = crash_at(patches, points)
+            try:
+                run(capsys, *command)
+            except Crash:
+                pass
+            else:
+                break
+        there = Path("back").exists()
+        if there:  # then all of it is
+            assert done.count("rename") == 7
+            assert run(capsys, "verify", "back")[0] == 0
+        else:
+            status, _, err = run(capsys, *command)
+            assert status == 0
+            resumed |= {line for line in err if "going on" in line}
+        assert same(files("back"), VALUES)
+        assert not [path for path in folder.iterdir() if path.name.startswith(".")] or there
+        shutil.rmtree("back")
+        shutil.rmtree(".exporting-back", ignore_errors=True)
+        points += 1
+    assert points > 30
+    assert resumed == {f"{folder}/back: going on, {number} of 3 files are there" for number in (1, 2, 3)}
+
+
+def test_two_exports_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    imported(capsys)
+    other = hf_work.WorkFolder(folder / "back")
     other.begin({"another": "one"}, resume=True)
     status, _, err = run(capsys, "export", "ckpt", "back")
     text = f"{folder}/back: another process is exporting to it. Wait for it, or name another directory."
@@ -413,3 +476,45 @@ def test_a_tokenizer_and_code_come_along(folder: Path, capsys: pytest.CaptureFix
     }
     assert json.loads(config_text({"model_type": "own"}, torch.float32)) == {"model_type": "own", "dtype": "float32"}
     assert json.loads(config_text(config, None)) == config
+
+
+@pytest.mark.parametrize(("tied", "names"), [(True, 1), (False, 2), (None, 2)])
+def test_shared_tensors_without_transformers(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tied: bool | None, names: int
+) -> None:
+    imported(capsys, "--model", f"{__name__}:build")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    Path("model").mkdir()
+    config = {"model_type": "own"} | ({} if tied is None else {"tie_word_embeddings": tied})
+    Path("model/config.json").write_text(json.dumps(config))
+    Path("model/tokenizer.json").write_text("{}")
+    assert run(capsys, "export", "ckpt", "back", "--model", "model")[0] == 0
+    # Only what says that it will be shared again may be written once.
+    both = {"head.weight": VALUES["embedding.weight"]} if names == 2 else {}
+    assert same(files("back"), VALUES | both)
+    written = json.loads(Path("back/config.json").read_text())
+    assert written == {**config, "dtype": "float32"} and Path("back/tokenizer.json").exists()
+
+
+def test_a_config_that_transformers_does_not_know(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "nothing"}')
+    status, out, err = run(capsys, "verify", "hf", "--model", "model")
+    assert (status, out, len(err)) == (1, [], 1)
+    assert err[0].startswith("--model: model: The checkpoint you are trying to load has model type `nothing` but ")
+    assert err[0].endswith(" Name the directory of a model of Transformers.")
+
+
+def test_a_damaged_newer_checkpoint_is_passed_over_aloud(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    imported(capsys)
+    assert run(capsys, "import", "hf", "other", "--step", "5")[0] == 0
+    newest = Path("other/step-00000005").rename("ckpt/step-00000005")
+    about = json.loads((newest / "checkpoint.json").read_text())
+    (newest / "checkpoint.json").write_text(json.dumps(about | {"serial": 2}))
+    (newest / "__0_0.distcp").unlink()
+    lacking = "step-00000005 lacks __0_0.distcp or has it in another size"
+    assert f"passed over: {lacking}" in run(capsys, "info", "ckpt")[1]
+    status, _, err = run(capsys, "export", "ckpt", "back")
+    assert status == 0 and err[0] == f"ckpt: {lacking}; it is not exported."
+    status, _, err = run(capsys, "verify", "ckpt")
+    assert (status, err[0]) == (1, "ckpt/step-00000005: it lacks __0_0.distcp or has it in another size")

@@ -93,8 +93,7 @@ LOADS = {
 }
 NOTICES = {
     "qwen3vl.yaml": (
-        "{path}:12: align_fsdp_param_groups: accepted but not applied (so are moe_modules): "
-        "units are grouped as sub_modules_to_wrap says.",
+        "{path}:18: moe_modules: accepted but not applied: units are grouped as sub_modules_to_wrap says.",
     ),
     "mindspeed_gpt.yaml": (
         "{path}: sharding_size: absent, so it is 1, as MindSpeed-MM documents it: nothing is sharded, every rank keeps the "

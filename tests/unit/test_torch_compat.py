@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -39,9 +40,11 @@ def test_install_and_uninstall() -> None:
 def test_somebody_else_s_replacement_stays() -> None:
     rebound = row()
     rebound.install()
-    theirs = wrap(rebound.held)
+    theirs = functools.wraps(rebound.held)(wrap(rebound.held))
     rebound.module.name = theirs  # type: ignore[attr-defined]
     rebound.uninstall()
+    assert rebound.held is theirs
+    rebound.install()  # ours is inside theirs
     assert rebound.held is theirs
 
 

@@ -3,7 +3,7 @@
     from mindspeed_fsdp2.megatron.mindspeed.feature import FSDP2Feature
     features_list.append(FSDP2Feature())
 
-Put it where ``TorchFullyShardedDataParallelFeature()`` stands, or beside it: that one then stands aside. Importing this
+Put it where ``TorchFullyShardedDataParallelFeature()`` stands, or after it: that one then stands aside. Importing this
 module imports MindSpeed; nothing else of this package does.
 """
 

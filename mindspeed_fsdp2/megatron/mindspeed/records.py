@@ -43,25 +43,25 @@ class Withdrawn:
         Returns:
             Whether there was anything to take.
         """
-        remade: dict[int, Any] = {}  # id of what a record had made -> what it makes now
+        remade: dict[tuple[str, int], Any] = {}  # name and id of what a record had made -> what it makes now
         left = list(records)
         taken = any(map(_has_own, left))
-        while found := [record for record in left if _has_own(record) or id(record.orig_func) in remade]:
-            made = {id(record.final_patch_func) for record in found}
+        while found := [record for record in left if _has_own(record) or _original(record) in remade]:
+            made = {(record.orig_func_name, id(record.final_patch_func)) for record in found}
             # One whose original another one is about to make anew comes after it.
-            record = next((record for record in found if id(record.orig_func) not in made), found[0])
+            record = next((record for record in found if _original(record) not in made), found[0])
             left.remove(record)
             self._remake(record, remade)
         for _, before in self._records:
-            old = before["final_patch_func"]
-            if id(old) in remade:
-                self._rebind(before["orig_module"], before["orig_func_name"], old, remade[id(old)])
+            attr, old = before["orig_func_name"], before["final_patch_func"]
+            if (attr, id(old)) in remade:
+                self._rebind(before["orig_module"], attr, old, remade[attr, id(old)])
         return taken
 
-    def _remake(self, record: Any, remade: dict[int, Any]) -> None:
+    def _remake(self, record: Any, remade: dict[tuple[str, int], Any]) -> None:
         self._records.append((record, {**vars(record), "wrappers": list(record.wrappers)}))
         old = record.final_patch_func
-        record.orig_func = remade.get(id(record.orig_func), record.orig_func)
+        record.orig_func = remade.get(_original(record), record.orig_func)
         record.wrappers[:] = [wrapper for wrapper in record.wrappers if not is_own(wrapper)]
         if is_own(record.patch_func):
             record.patch_func = None
@@ -70,7 +70,7 @@ class Withdrawn:
         new = record.orig_func if record.patch_func is None else record.patch_func
         for wrapper in record.wrappers:
             new = wrapper(new)
-        record.final_patch_func = remade[id(old)] = new
+        record.final_patch_func = remade[record.orig_func_name, id(old)] = new
 
     def _rebind(self, owner: Any, attr: str, old: Any, new: Any) -> None:
         # The feature's own modules hold its functions too, because they define them.
@@ -106,6 +106,11 @@ def is_own(function: Any) -> bool:
 
 def _is_home(name: str) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in FSDP2_MODULES)
+
+
+def _original(record: Any) -> tuple[str, int]:
+    # With its name: one function may replace several.
+    return record.orig_func_name, id(record.orig_func)
 
 
 def _has_own(record: Any) -> bool:

@@ -1,14 +1,18 @@
 """Train a tiny GPT with megatron-core alone, as of a wheel without ``megatron.training``.
 
-    RANK=0 WORLD_SIZE=2 python core_only.py FOLDER '{"settings": {...}, "tensor": 1, "sgd": false, "dropout": 0.0}'
+    python core_only.py FOLDER '{"settings": {...}, "ranks": 2, "tensor": 1, "sgd": false, "dropout": 0.0}' …
 
 Builds the model, Megatron's optimizer and its schedule by hand, with Megatron's DDP where ``settings`` is null, else
-with this package's class. Leaves ``rank<n>.pt`` in FOLDER: losses, gradient norms, gradients of step 1, parameters.
+with this package's class. Everything is imported once; the ranks of one run after the other are forked. They leave
+``run<m>-rank<n>.pt`` in FOLDER: losses, gradient norms, gradients of step 1, parameters.
 """
 
+import importlib
 import json
 import os
+import signal
 import sys
+import traceback
 import types
 from argparse import Namespace
 from functools import partial
@@ -19,11 +23,16 @@ import torch.distributed as dist
 import yaml
 from torch.distributed.tensor import DTensor
 
-FOLDER, JOB = Path(sys.argv[1]), json.loads(sys.argv[2])
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+PRELOADED = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "mindspeed_fsdp2.megatron.data_parallel",
+    "mindspeed_fsdp2.megatron.patches",
+)
 STEPS, BATCH, LENGTH, VOCABULARY = 6, 8, 32, 128
 ARGS = Namespace(
-    fsdp2_config_path=str(FOLDER / f"config{RANK}.yaml"),
+    fsdp2_config_path="",
     distributed_backend="gloo",
     mindspeed_fsdp2_checked=True,
     use_torch_fsdp2=True,
@@ -55,8 +64,8 @@ def patch_core() -> None:
     install([row for row in PATCHES if row.name in ("norm-mesh", "grad-norm", "zero-count", "clip")])
 
 
-def build(parallel):
-    """Return the wrapped model; ``parallel`` is whether it is sharded."""
+def build(job):
+    """Return Megatron's config and the wrapped model."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -70,9 +79,9 @@ def build(parallel):
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
-        attention_dropout=JOB["dropout"],
-        hidden_dropout=JOB["dropout"],
-        tensor_model_parallel_size=JOB["tensor"],
+        attention_dropout=job["dropout"],
+        hidden_dropout=job["dropout"],
+        tensor_model_parallel_size=job["tensor"],
         pipeline_dtype=torch.float32,
         finalize_model_grads_func=finalize_model_grads,
         use_cpu_initialization=True,
@@ -91,7 +100,7 @@ def build(parallel):
         position_embedding_type="rope",
     )
     options = DistributedDataParallelConfig(use_distributed_optimizer=False)
-    if not parallel:
+    if job["settings"] is None:
         return config, DistributedDataParallel(config, options, model)
     from mindspeed_fsdp2.megatron.data_parallel import FSDP2DataParallel
 
@@ -110,7 +119,7 @@ def loss_of(losses):
     loss = losses.float().mean()
     logged = loss.detach().clone()
     dist.all_reduce(logged)
-    return loss, {"lm loss": logged / RANKS}
+    return loss, {"lm loss": logged / dist.get_world_size()}
 
 
 def forward_step(data, model):
@@ -129,22 +138,22 @@ def named(model):
     return [(name.replace("module.", ""), param) for name, param in model.named_parameters()]
 
 
-def train():
+def train(job, rank, name):
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    dist.init_process_group("gloo", init_method=f"file://{FOLDER / 'store'}", rank=RANK, world_size=RANKS)
-    parallel_state.initialize_model_parallel(JOB["tensor"])
+    dist.init_process_group("gloo", init_method=f"file://{name}-store", rank=rank, world_size=job["ranks"])
+    parallel_state.initialize_model_parallel(job["tensor"])
     torch.manual_seed(7)
     model_parallel_cuda_manual_seed(7)
-    config, model = build(JOB["settings"] is not None)
+    config, model = build(job)
     data_rank = parallel_state.get_data_parallel_rank()
     data_ranks = parallel_state.get_data_parallel_world_size()
     sgd = OptimizerConfig(optimizer="sgd", lr=0.3, clip_grad=0.0)
     adam = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0)
-    optimizer = get_megatron_optimizer(sgd if JOB["sgd"] else adam, [model])
+    optimizer = get_megatron_optimizer(sgd if job["sgd"] else adam, [model])
     step = get_forward_backward_func()
     data = batches(data_rank, data_ranks)
     found = {"losses": [], "norms": [], "kinds": {name: type(param).__name__ for name, param in named(model)}}
@@ -168,22 +177,49 @@ def train():
         found["losses"].append(sum(float(loss["lm loss"]) for loss in losses) / len(losses))
         found["norms"].append(float(norm or 0.0))
     found["params"] = {name: whole(param) for name, param in named(model)}
-    torch.save(found, FOLDER / f"rank{RANK}.pt")
+    torch.save(found, f"{name}-rank{rank}.pt")
     dist.barrier()
 
 
+def forked(job, rank, name):
+    """Fork one rank, and return its process id."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        ARGS.fsdp2_config_path = f"{name}.yaml"
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]))
+        from mindspeed_fsdp2.megatron.cpu import enable_cpu
+
+        enable_cpu()
+        if job["settings"] is not None:
+            patch_core()
+        train(job, rank, name)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the end of the forked process
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def main():
-    if JOB["settings"] is not None:
-        Path(ARGS.fsdp2_config_path).write_text(yaml.safe_dump(JOB["settings"]))
+    folder, jobs = Path(sys.argv[1]), [json.loads(text) for text in sys.argv[2:]]
+    torch.set_num_threads(1)
     stand_in_for_training()
-    import megatron.core.models.gpt  # noqa: F401  its functions are compiled while torch is still itself
-
-    from mindspeed_fsdp2.megatron.cpu import enable_cpu
-
-    enable_cpu()
-    if JOB["settings"] is not None:
-        patch_core()
-    train()
+    for module in PRELOADED:
+        importlib.import_module(module)
+    for number, job in enumerate(jobs):
+        name = folder / f"run{number}"
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(job["settings"]))
+        pids = {forked(job, rank, name) for rank in range(job["ranks"])}
+        while pids:
+            pid, status = os.wait()
+            pids.discard(pid)
+            if status:
+                for other in pids:
+                    os.kill(other, signal.SIGKILL)
+                sys.exit(f"run {number}: a rank ended with {os.waitstatus_to_exitcode(status)}")
 
 
 if __name__ == "__main__":
