@@ -64,7 +64,7 @@ def checked_arguments(
     """
     if module.training and checkpoints_itself(module):
         raise FSDP2Error(checkpointed_twice("recompute_modules", fqn))
-    leaves, spec = tree_flatten((args, dict(kwargs)))
+    leaves, spec = tree_flatten((args, dict(kwargs)), is_leaf=_is_cache)
     caches = [index for index, leaf in enumerate(leaves) if _is_cache(leaf)]
     if not caches:
         return args, dict(kwargs)
@@ -82,10 +82,9 @@ def checked_arguments(
     return new_args, new_kwargs
 
 
-def _is_cache(leaf: Any) -> bool:
-    if isinstance(leaf, (torch.Tensor, *PLAIN)):
-        return False
-    return callable(getattr(leaf, "get_seq_length", None)) and callable(getattr(leaf, "update", None))
+def _is_cache(value: Any) -> bool:
+    # Some versions of Transformers make caches modules, and some nodes of torch's pytrees.
+    return callable(getattr(type(value), "get_seq_length", None)) and callable(getattr(type(value), "update", None))
 
 
 def _tokens(cache: Any, module: nn.Module) -> int:

@@ -13,7 +13,8 @@ _OTHERS = (
     ),
     (
         r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?",
-        "Hugging Face weights ({}). Load them with from_pretrained() before wrap_model.",
+        "Hugging Face weights ({}). Load them with from_pretrained() before wrap_model, or with load_full_state_dict() "
+        "after it.",
     ),
     (
         r"\.metadata|.*\.distcp",

@@ -88,10 +88,11 @@ def plan_load(
         plan.own_buffers = {key: state.tensors[key] for key in differing}
         plan.rank_state = _empty(index, ".".join(rank_path(ranks.rank)))
     else:
-        found.notes.append(
-            f"saved by {info.ranks} data-parallel ranks and loaded by {ranks.ranks}: random states and rank_extra are "
-            "not restored"
-        )
+        if info.ranks:  # none: weights that were imported
+            found.notes.append(
+                f"saved by {info.ranks} data-parallel ranks and loaded by {ranks.ranks}: random states and rank_extra "
+                "are not restored"
+            )
         if differing:
             found.notes.append(f"rank 0's values, of several, are loaded on all ranks: {', '.join(differing[:20])}")
     steps_on = optimizer if optimizer is not None else getattr(scheduler, "optimizer", None)

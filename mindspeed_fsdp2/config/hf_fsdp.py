@@ -177,5 +177,8 @@ def _convert_files(fields: Fields) -> None:
         }
         fields.note("state_dict_type", f"{kind} is about checkpoints and no setting of this file; {how[kind]}.")
     if fields.take("cpu_ram_efficient_loading", flag):
-        text = "is about loading and no setting of this file. Load the weights on every rank before wrap_model."
+        text = (
+            "is about loading and no setting of this file. Build the model in meta_init(), wrap it, then let "
+            "load_full_state_dict read the weights on one rank."
+        )
         fields.note("cpu_ram_efficient_loading", text)

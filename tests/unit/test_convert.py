@@ -36,7 +36,10 @@ FORWARD = (
 ORIGINAL = "belongs to FSDP version 1 and has no counterpart: FSDP2 always keeps the original parameters."
 SYNC = "belongs to FSDP version 1 and has no counterpart: load the same weights on every rank before wrap_model."
 LIMIT = "belongs to FSDP version 1 and has no counterpart: FSDP2 always limits them."
-LOADING = "is about loading and no setting of this file. Load the weights on every rank before wrap_model."
+LOADING = (
+    "is about loading and no setting of this file. Build the model in meta_init(), wrap it, then let "
+    "load_full_state_dict read the weights on one rank."
+)
 FULL = "FULL_STATE_DICT is about checkpoints and no setting of this file; export_hf(model, directory) writes whole weights."
 SHARDED = (
     "SHARDED_STATE_DICT is about checkpoints and no setting of this file; save_checkpoint always saves shards; under "

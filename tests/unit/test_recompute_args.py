@@ -32,6 +32,14 @@ class Cache:
         return len(self.keys.get(layer, ()))
 
 
+class ModuleCache(Cache, nn.Module):
+    """The same as a module, which Transformers' caches were for a while."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        Cache.__init__(self)
+
+
 @dataclass
 class Carrier:
     """An object that travels through the layers."""
@@ -75,10 +83,13 @@ def _grads(layers: nn.ModuleList, **arguments: Any) -> list[torch.Tensor]:
     return [param.grad.clone() for param in layers.parameters() if param.grad is not None]
 
 
+@pytest.mark.parametrize("kind", [Cache, ModuleCache])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_an_empty_cache_changes_no_gradient(use_reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_cache_changes_no_gradient(
+    use_reentrant: bool, kind: type[Cache], caplog: pytest.LogCaptureFixture
+) -> None:
     want = _grads(_layers(use_reentrant))
-    cache = Cache()
+    cache = kind()
     with caplog.at_level(logging.WARNING):
         got = _grads(_layers(use_reentrant), cache=cache)
     assert len(want) == 6 and all(map(torch.equal, got, want))
