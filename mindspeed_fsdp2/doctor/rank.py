@@ -92,8 +92,14 @@ def examine(
     told = _told(board, where, made, options.seconds)
     context = Context(where.rank, where.ranks, device, device_type != "cpu", told)
     report = Report(collect_facts(device, where.ranks) if where.rank == 0 else {})
+
+    def show(found: Report) -> None:
+        emit(found)
+        if found.stuck and made is not None:  # this process may end before it comes to the lines below
+            shutil.rmtree(made, ignore_errors=True)
+
     try:
-        runner = Runner(context, board, options.seconds, report, emit)
+        runner = Runner(context, board, options.seconds, report, show)
         well = runner.run(all_checks() if checks is None else checks)
     finally:
         if made is not None:

@@ -302,8 +302,8 @@ def test_transfer_to_npu_not_in_force(npus: RankPool) -> None:
     assert npus.run(_not_transferred) == [(False, "npu", "cuda")] * 2
 
 
-def _doctor(library: Path, pins: bool, rank: int, folder: str) -> None:
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)})
+def _doctor(library: Path, pins: bool, rank: int, ranks: int, folder: str) -> None:
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
     torch.set_num_threads(1)
     enter(library).extension.set_pins(pins)
     with open(f"{folder}/out{rank}", "w", encoding="utf-8") as out, contextlib.redirect_stdout(out):
@@ -311,23 +311,27 @@ def _doctor(library: Path, pins: bool, rank: int, folder: str) -> None:
     sys.exit(status)
 
 
-@pytest.mark.parametrize("pins", [True, False], ids=["sound", "broken-pinning"])
-def test_doctor_on_npus(library: Path, tmp_path: Path, pins: bool) -> None:
+@pytest.mark.parametrize(("pins", "ranks"), [(True, 4), (False, 2)], ids=["sound", "broken-pinning"])
+def test_doctor_on_npus(library: Path, tmp_path: Path, pins: bool, ranks: int) -> None:
     context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=_doctor, args=(library, pins, rank, str(tmp_path))) for rank in range(2)]
-    for process in ranks:
+    processes = [
+        context.Process(target=_doctor, args=(library, pins, rank, ranks, str(tmp_path)), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join(120)
     text = (tmp_path / "out0").read_text("utf-8")
     lines = lines_of(text)
-    assert [process.exitcode for process in ranks] == ([0, 0] if pins else [1, 1]), text
+    assert [process.exitcode for process in processes] == [0 if pins else 1] * ranks, text
     wrong = {name: detail for name, (verdict, detail) in lines.items() if verdict in ("FAIL", "HANGS")}
     if not pins:
         assert wrong.pop("pinned memory") == "pin_memory() returned memory that is not pinned. Set pin_memory: false"
         refused = wrong.pop("training with shards in pinned host memory equals DDP")
         assert refused == f"ConfigError: {NOT_PINNED}"
     assert wrong == {}
+    assert lines["training with replicas and shards (HSDP) equals DDP"][0] == ("ok" if ranks == 4 else "skipped")
     absent = {name for name, (verdict, _) in lines.items() if verdict == "absent"}
     assert absent == {"all_reduce SUM float64", "all_reduce MAX float64", "reduce_scatter SUM float64"}
     assert lines["training with shards in pinned host memory equals DDP"][0] == ("ok" if pins else "FAIL")

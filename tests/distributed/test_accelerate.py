@@ -327,7 +327,9 @@ def test_whatever_the_yaml_file_says(
     if request.node.callspec.id.startswith("tied"):
         (tmp_path / "model.json").write_text(json.dumps(GPT2 | DROPLESS))
     want = more_ranks.run(_example, argv)
-    _equal(more_ranks.run(_interrupted, argv, str(tmp_path / "state"), {"state_dict_type": state}), want, 0.0)
+    got = more_ranks.run(_interrupted, argv, str(tmp_path / "state"), {"state_dict_type": state})
+    # Accelerate does not hold back the reduction of whole gradients, so they are summed in another order.
+    _equal(got, want, 1e-6 if "ignored_modules" in config else 0.0)
 
 
 def test_accelerate_clips_and_accumulates_our_model(ranks: RankPool, tmp_path: Path) -> None:

@@ -193,8 +193,10 @@ def test_a_missing_dtype_is_found_where_training_needs_it(tmp_path: Path) -> Non
 
 
 def test_a_hanging_collective_is_named_with_its_ranks(tmp_path: Path) -> None:
-    codes, text = examine(hanging, tmp_path, "--timeout", "10")
+    (tmp_path / "shared").mkdir()
+    codes, text = examine(hanging, tmp_path, "--timeout", "10", "--folder", str(tmp_path / "shared"))
     assert codes == [1, 1]
+    assert list((tmp_path / "shared").iterdir()) == []
     verdict, detail = lines_of(text)["broadcast float16"]
     assert verdict == "HANGS"
     first, second = detail.split("; ")

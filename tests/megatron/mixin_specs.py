@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as shard
 
@@ -35,13 +36,17 @@ class FSDP2Mixin:
         ranks = torch.distributed.get_process_group_ranks(group)
         size = len(ranks) if self.fsdp2_config.sharding_size == "auto" else self.fsdp2_config.sharding_size
         whole = size == len(ranks)
-        mesh = DeviceMesh.from_group(group, "cpu") if whole else DeviceMesh("cpu", torch.tensor(ranks).view(-1, size))
+        layout = torch.tensor(ranks).view(-1, size)
+        names = ("Replicate", "Shard")
+        mesh = DeviceMesh.from_group(group, "cpu") if whole else DeviceMesh("cpu", layout, mesh_dim_names=names)
         ignored = [self.get_submodule(path) for path in getattr(self.fsdp2_config, "ignored_modules", ())]
         self.fsdp2_kwargs = {"mesh": mesh, "ignored_params": {p for m in ignored for p in m.parameters()}}
 
     def _fully_shard(self, fsdp2_kwargs: dict[str, Any], fsdp2_config: Any) -> None:
-        for layer in self.decoder.layers:
-            shard(layer, **fsdp2_kwargs)
+        for i, layer in enumerate(self.decoder.layers):
+            if getattr(fsdp2_config, "recompute_modules", None):
+                self.decoder.layers[i] = checkpoint_wrapper(layer)
+            shard(self.decoder.layers[i], **fsdp2_kwargs)
         shard(self, **fsdp2_kwargs)
 
     def _post_fully_shard(self) -> None:
@@ -90,10 +95,14 @@ def _mixin() -> type:
     if MM_SOURCES is None:
         return FSDP2Mixin
     add_mindspeed()
+    patched = [importlib.import_module(f"megatron.training.{name}") for name in ("training", "arguments", "initialize")]
+    before = [dict(vars(module)) for module in patched]
     base = importlib.import_module("mindspeed_mm.models.transformers.base_model")
 
-    # Importing it patches Megatron for models made of MindSpeed-MM's own files.
+    # Importing it patches Megatron for models made of MindSpeed-MM's own files, in part by plain assignment.
     importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.remove_patches()
+    for module, names in zip(patched, before):
+        vars(module).update(names)
     base.DeviceMesh = _OnCpu
     return base.FSDP2Mixin
 

@@ -182,6 +182,20 @@ def test_mixin_model_with_whole_trainable_parameters_is_refused(
         )
 
 
+@pytest.mark.slow
+def test_mixin_model_that_recomputes_attention_dropout_is_refused(
+    megatron_jobs: MegatronJobs, topics: str, tmp_path: Path
+) -> None:
+    settings = {"sharding_size": "auto", "recompute_modules": ["decoder.layers.{*}"]}
+    job = mixin(megatron_jobs, topics, tmp_path, "mixin", settings, "--attention-dropout", "0.1", check=False)
+    for rank in job.ranks:
+        assert rank.exitcode == 1 and not rank.losses
+        assert (
+            "mindspeed_fsdp2: --attention-dropout 0.1: GPTModel.fully_shard() recomputes attention without Megatron's "
+            "random states, so with other masks than in the forward. Set it to 0, or leave recompute_modules out.\n"
+        ) in rank.stderr
+
+
 def test_expert_parallel_files_are_refused(megatron_jobs: MegatronJobs, topics: str, tmp_path: Path) -> None:
     settings = {"sharding_size": "auto", "expert_parallel_size": 2}
     job = mixin(megatron_jobs, topics, tmp_path, "mixin", settings, check=False)
