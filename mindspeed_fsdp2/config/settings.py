@@ -77,7 +77,7 @@ class FSDP2Config(BaseModel):
         num_to_backward_prefetch: Units to gather ahead in the backward.
         offload_to_cpu: Whether parameters, gradients and optimizer state live in host memory.
         pin_memory: Whether that host memory is pinned.
-        align_fsdp_param_groups: Found in real files; accepted, not applied.
+        align_fsdp_param_groups: Whether norms and router gates of all layers make a unit of their own.
         expert_parallel_size: Ranks per expert-parallel group; 1 is the only one supported.
         reshard_local_experts: Found in real files; means nothing at expert parallel size 1.
         moe_modules: Module paths of the experts; means nothing at expert parallel size 1.

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from mindspeed_fsdp2.errors import PatchError
 from mindspeed_fsdp2.megatron.mindspeed.arrival import Arrival
 from mindspeed_fsdp2.megatron.mindspeed.records import Withdrawn, is_own
+from mindspeed_fsdp2.megatron.patcher import Patch, install
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests" / "megatron" / "mindspeed_stand_in"
@@ -218,3 +220,27 @@ def test_emptied_records_are_not_filled_again(host: types.ModuleType) -> None:
 def test_the_stand_in_is_small() -> None:
     lines = [line for path in STAND_IN.rglob("*.py") for line in path.read_text().splitlines() if line.strip()]
     assert len(lines) <= 100
+
+
+# Set aside and patched anew
+
+
+def test_a_name_that_somebody_rebound_keeps_theirs_with_ours_below(host: types.ModuleType, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "some_host", host)
+    host.other = other = function("other")  # type: ignore[attr-defined]
+    rows = [
+        Patch(f"row {name}", (f"some_host:{name}",), around("ours"), why="", remove_when="")
+        for name in ("name", "other")
+    ]
+    first = install(rows)
+    theirs = host.name = around("theirs")(host.name)
+    first.set_aside()
+    assert host.name is theirs and host.other is other
+    second = install(rows, first)
+    assert host.name is theirs and host.name() == ["theirs", "ours", "original"]
+    assert host.other() == ["ours", "other"]
+    with pytest.raises(PatchError, match=r"^some_host\.name: cannot be restored, it was rebound"):
+        second.uninstall()
+    host.name = theirs.__closure__[0].cell_contents  # they take their own away
+    second.uninstall()
+    assert host.name() == ["original"] and host.other is other
