@@ -160,14 +160,15 @@ def build_model(args: argparse.Namespace) -> torch.nn.Module:
     """Return the model, sharded; no rank ever holds a whole one."""
     torch.manual_seed(args.seed)
     try:
+        config = AutoConfig.from_pretrained(args.model)
+        dtype = "dtype" if hasattr(config, "dtype") else "torch_dtype"  # its name before Transformers 4.56
         with meta_init():
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(config, **{dtype: torch.float32})
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"--model {args.model}: no configuration of a causal language model. {reason}") from None
     check_fits(model.config, args)
-    config = load_config(args.config) if args.config else FSDP2Config(**DEFAULT)
-    wrap_model(model, config)
+    wrap_model(model, load_config(args.config) if args.config else FSDP2Config(**DEFAULT))
     if args.model.is_dir():
         load_full_state_dict(model, next(args.model / name for name in WEIGHTS if (args.model / name).exists()))
     return model.train()

@@ -298,9 +298,9 @@ def test_the_command_on_the_page_trains(commands: list[list[str]]) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
-    log = _log(Path("run1"))
+    log = _log(Path("run2"))
     assert len(log) == 21 and log[19]["loss"] < log[0]["loss"]
-    assert AutoModelForCausalLM.from_pretrained("run1/model")
+    assert AutoModelForCausalLM.from_pretrained("run2/model")
 
 
 @pytest.mark.slow
