@@ -15,7 +15,7 @@ from . import rng
 from ._torch_private import TreeSpec, apply_to_tensors, tree_flatten, tree_unflatten
 from .casts import is_kept, keep
 from .errors import FSDP2Error
-from .recompute_args import CacheNotice, check_unwritten, checked_arguments, state_of_arguments
+from .recompute_args import LeftOut, check_unwritten, checked_arguments, state_of_arguments
 
 
 def apply_recompute(
@@ -32,10 +32,10 @@ def apply_recompute(
         use_reentrant: Which of torch's two implementations.
         random_states: What is put back before the second run, so that dropout draws the same masks.
     """
-    notice = CacheNotice()
+    left_out = LeftOut()
     for fqn, module in modules:
         run = _reentrant if use_reentrant else _non_reentrant
-        module.forward = run(fqn, module, module.forward, tuple(random_states), notice)
+        module.forward = run(fqn, module, module.forward, tuple(random_states), left_out)
 
 
 class _SameAgain:
@@ -81,13 +81,13 @@ def _still(module: nn.Module) -> Iterator[None]:
 
 
 def _non_reentrant(
-    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState], notice: CacheNotice
+    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState], left_out: LeftOut
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args, kwargs = checked_arguments(fqn, module, args, kwargs, notice)
+        args, kwargs = checked_arguments(fqn, module, args, kwargs, left_out)
         draws = _SameAgain(fqn, module, states)
 
         def run(*inner: Any, **inner_kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def _non_reentrant(
 
 
 def _reentrant(
-    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState], notice: CacheNotice
+    fqn: str, module: nn.Module, forward: Callable[..., Any], states: Sequence[rng.RandomState], left_out: LeftOut
 ) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ def _reentrant(
             return forward(*args, **kwargs)
         # Reentrant checkpointing sees tensors only as direct positional arguments and results: a tensor in a keyword,
         # a tuple or a dict would keep its graph and be differentiated twice or not at all.
-        args, kwargs = checked_arguments(fqn, module, args, kwargs, notice)
+        args, kwargs = checked_arguments(fqn, module, args, kwargs, left_out)
         leaves, spec = tree_flatten((args, kwargs))
         _check_visible(fqn, leaves, lambda tensor: tensor.requires_grad)
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -33,14 +34,24 @@ def checkpointed_twice(where: str, fqn: str) -> str:
     )
 
 
-class CacheNotice:
-    """Says once per wrapped model that key/value caches are left out."""
+class LeftOut:
+    """The key/value caches that modules of one model were called without; says so once.
+
+    A cache that comes back, in the forward of a later piece of the text, lacks what the module would have put there.
+    """
 
     def __init__(self) -> None:
         self._said = False
+        self._last: dict[str, weakref.ref[Any]] = {}
 
-    def __call__(self, fqn: str) -> None:
-        """Log the line, naming the first module that met a cache."""
+    def met(self, fqn: str, cache: object) -> bool:
+        """Return whether the last call of ``fqn`` was made without this very ``cache``."""
+        last = self._last.get(fqn)
+        return last is not None and last() is cache
+
+    def note(self, fqn: str, cache: object) -> None:
+        """Remember that ``fqn`` is called without ``cache``; the first time of all log it."""
+        self._last[fqn] = weakref.ref(cache)
         if not self._said:
             self._said = True
             logger.warning(
@@ -51,7 +62,7 @@ class CacheNotice:
 
 
 def checked_arguments(
-    fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], notice: CacheNotice
+    fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], left_out: LeftOut
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with None in place of every empty key/value cache.
 
@@ -69,15 +80,18 @@ def checked_arguments(
     if not caches:
         return args, dict(kwargs)
     for index in caches:
-        held = _tokens(leaves[index], module)
+        cache = leaves[index]
+        held = (
+            "lacks the keys and values of an earlier forward" if left_out.met(fqn, cache) else _content(cache, module)
+        )
         if held:
             raise FSDP2Error(
-                f"recompute_modules: {fqn!r} is called with a {type(leaves[index]).__name__} that holds {held} tokens "
-                "already; a recomputed module cannot read and extend it. Train without past keys and values "
-                "(past_key_values, prefix tuning), or do not recompute this module."
+                f"recompute_modules: {fqn!r} is called with a {type(cache).__name__} that {held}; a "
+                "recomputed module cannot read and extend it. Train without past keys and values (past_key_values, "
+                "prefix tuning), or do not recompute this module."
             )
         leaves[index] = None
-        notice(fqn)
+        left_out.note(fqn, cache)
     new_args, new_kwargs = tree_unflatten(leaves, spec)
     return new_args, new_kwargs
 
@@ -87,13 +101,16 @@ def _is_cache(value: Any) -> bool:
     return callable(getattr(type(value), "get_seq_length", None)) and callable(getattr(type(value), "update", None))
 
 
-def _tokens(cache: Any, module: nn.Module) -> int:
-    """Return the tokens that ``cache`` holds for ``module``, whose attention knows its index."""
-    for part in module.modules():
-        index = getattr(part, "layer_idx", None)
-        if isinstance(index, int):
-            return int(cache.get_seq_length(index))
-    return int(cache.get_seq_length())
+def _content(cache: Any, module: nn.Module) -> str:
+    """Return what ``cache`` holds for ``module``, whose attention knows its index; empty for nothing."""
+    indices = (getattr(part, "layer_idx", None) for part in module.modules())
+    index = next((index for index in indices if isinstance(index, int)), 0)
+    try:
+        tokens = int(cache.get_seq_length(index))
+    except ValueError:  # a layer with a state of one size, such as Mamba's, counts no tokens
+        has_state = getattr(cache, "has_previous_state", None)
+        return "holds a state already" if callable(has_state) and has_state(index) else ""
+    return f"holds {tokens} tokens already" if tokens else ""
 
 
 def state_of_arguments(values: Iterable[Any]) -> State:

@@ -75,6 +75,8 @@ def _broadcast(tensor: torch.Tensor, device: torch.device, group: dist.ProcessGr
         if stride == 0 and size > 1:  # an expanded buffer, whose copies are one element in memory
             tensor = tensor.narrow(dim, 0, 1)
     buffer = tensor.to(device).contiguous()
+    if buffer.dim() and buffer.stride(-1) != 1:  # an axis of one element counts as contiguous with any stride
+        buffer = buffer.clone(memory_format=torch.contiguous_format)
     # As bytes, because no backend takes every dtype a buffer may have.
     dist.broadcast(buffer.flatten().view(torch.uint8), group=group, group_src=0)
     if buffer is not tensor:

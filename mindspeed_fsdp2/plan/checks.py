@@ -132,7 +132,7 @@ def _check_shared(owned: Ownership, key: str) -> Iterator[str]:
 
 
 def _check_unit(unit: str, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    sound = all(p.is_contiguous() and p.dim() for p in params.values())
+    sound = all(p.is_contiguous() and p.dim() and p.numel() for p in params.values())
     if sound and len({p.dtype for p in params.values() if p.requires_grad}) <= 1:
         return  # models have tens of thousands of parameters, nearly all of them fine
     if scalar := [n for n, p in params.items() if p.dim() == 0]:
@@ -142,6 +142,8 @@ def _check_unit(unit: str, params: Mapping[str, nn.Parameter]) -> Iterator[str]:
         )
     if strided := [n for n, p in params.items() if p.dim() and not p.is_contiguous()]:
         yield f"{unit}: FSDP2 cannot shard the non-contiguous parameter {some(strided)}. Make it contiguous()."
+    if empty := [n for n, p in params.items() if p.requires_grad and not p.numel()]:
+        yield f"{unit}: FSDP2 cannot reduce the gradient of the empty parameter {some(empty)}. Freeze or remove it."
     dtypes: dict[str, list[str]] = {}
     for name, param in params.items():
         if param.requires_grad:

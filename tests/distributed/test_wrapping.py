@@ -414,6 +414,7 @@ BUFFERS = {
     "bfloat16": torch.ones(2, dtype=torch.bfloat16),
     "transposed": torch.arange(6.0).view(2, 3).t(),
     "expanded": torch.arange(3.0).view(1, 3).expand(4, 3),
+    "repeated": torch.tensor([2.0]).expand(4),
     "empty": torch.ones(0),
 }
 
@@ -421,9 +422,10 @@ BUFFERS = {
 def _buffers() -> dict[str, torch.Tensor]:
     model = nn.Sequential(nn.Linear(2, 2))
     for name, value in BUFFERS.items():
-        own = value.clone(memory_format=torch.preserve_format) if name != "expanded" else value[:1].clone().expand(4, 3)
+        expanded = 0 in value.stride()
+        own = value[:1].clone().expand(value.shape) if expanded else value.clone(memory_format=torch.preserve_format)
         if dist.get_rank() == 1:
-            (own[:1] if name == "expanded" else own).zero_()
+            (own[:1] if expanded else own).zero_()
         model.register_buffer(f"a_{name}", own, persistent=False)
     wrap_model(model, {"sharding_size": "auto", "sub_modules_to_wrap": []})
     return {name.removeprefix("a_"): buffer.to(torch.complex64) for name, buffer in model.named_buffers()}

@@ -175,12 +175,15 @@ def test_parameters_that_cannot_be_sharded() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2, device="meta"))
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     model.register_parameter("turned", nn.Parameter(torch.ones(4, 3).t()))
+    model.register_parameter("none", nn.Parameter(torch.ones(0, 4)))
+    model.register_parameter("frozen", nn.Parameter(torch.ones(0, 4), requires_grad=False))
     assert message(PlanError, model, []).splitlines() == [
         "the root unit: FSDP2 cannot shard the scalar parameter scale. Give it the shape (1,), or freeze it and list "
         "its module in ignored_modules.",
         "the root unit: FSDP2 cannot shard the non-contiguous parameter turned. Make it contiguous().",
+        "the root unit: FSDP2 cannot reduce the gradient of the empty parameter none. Freeze or remove it.",
         "the root unit: trainable parameters of several dtypes in one unit (bfloat16: 1.weight, 1.bias; float32: "
-        "scale, turned, 0.weight, 0.bias, 2.weight, 2.bias). Cast them to one dtype before wrapping.",
+        "scale, turned, none, 0.weight, 0.bias, 2.weight, 2.bias). Cast them to one dtype before wrapping.",
     ]
 
 

@@ -125,6 +125,36 @@ def test_a_cache_with_tokens_is_refused(use_reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_cache_that_comes_back_is_refused(use_reentrant: bool) -> None:
+    layers, cache = _layers(use_reentrant), Cache()
+    _grads(layers, cache=cache)
+    with pytest.raises(FSDP2Error, match=r"^recompute_modules: '0' is called with a Cache that lacks the keys and val"):
+        _grads(layers, cache=cache)
+    assert len(_grads(layers, cache=Cache())) == 6
+
+
+class StateCache(Cache):
+    """The state of a layer that keeps one size, as Mamba's does."""
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        raise ValueError("get_seq_length can only be called on attention layers")
+
+    def has_previous_state(self, layer: int = 0) -> bool:
+        """Return whether ``layer`` has run."""
+        return layer in self.keys
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_cache_of_states(use_reentrant: bool) -> None:
+    layers, cache = _layers(use_reentrant), StateCache()
+    assert all(map(torch.equal, _grads(layers, cache=cache), _grads(_layers(use_reentrant))))
+    filled = StateCache()
+    filled.update(torch.ones(1, 4), 0)
+    with pytest.raises(FSDP2Error, match=r"^recompute_modules: '0' is called with a StateCache that holds a state alr"):
+        _grads(layers, cache=filled)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("seen", [list, Carrier])
 def test_writing_into_another_argument_is_refused(use_reentrant: bool, seen: type) -> None:
     with pytest.raises(FSDP2Error) as caught:
