@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from . import _torch_older as older
 from .errors import FSDP2Error
 from .mesh import replicate_group, shard_group
+
+logger = logging.getLogger("mindspeed_fsdp2")
 
 _MARK = "_mindspeed_fsdp2_original"
 
@@ -163,6 +166,7 @@ class Rebound:
             replacement = self.make(self.held)
             setattr(replacement, _MARK, (replacement, self.held))
             setattr(self.module, self.name, replacement)
+            logger.warning("torch: %s It is mended for every model of this process that is sharded by FSDP2.", self.why)
 
     def uninstall(self) -> None:
         """Put the function back (**in place**), unless somebody else has replaced ours."""

@@ -137,7 +137,8 @@ class UnitOrderCheck:
         raise FSDP2Error(
             f"backward will reach different units: {seen} only. The ranks reduce a unit's gradients together, so every "
             "rank's loss must use the output of every unit it runs. List a module whose output only some ranks use in "
-            "optional_modules."
+            "optional_modules; where one is listed, frozen units after it get a gradient with it only: add its output "
+            "times 0 on the other ranks."
         )
 
     def _exchange(self, number: int) -> list[int]:

@@ -204,7 +204,8 @@ def _branches(by_rank: bool) -> str:
 
 REST = (
     "very rank's loss must use the output of every unit it runs. List a module whose output only some ranks use in "
-    "optional_modules."
+    "optional_modules; where one is listed, frozen units after it get a gradient with it only: add its output times 0 "
+    "on the other ranks."
 )
 
 

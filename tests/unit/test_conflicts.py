@@ -194,6 +194,7 @@ FIRING: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]] = 
         {},
         "--async-save",
     ),
+    "async_older": ({"async_save": True, "use_persistent_ckpt_worker": True}, {}, {}, "--async-save"),
     "async_worker": (
         {"async_save": True, "async_strategy": "nvrx"},
         {},

@@ -17,6 +17,10 @@ def _remote(situation: Situation) -> str | None:
     return ", ".join(typed) or None
 
 
+def _saves_in_background(situation: Situation) -> bool:
+    return situation.value("async_strategy") is not None  # it came with Megatron's background save of torch_dcp
+
+
 CHECKPOINT: Final[tuple[Conflict, ...]] = (
     Conflict(
         "ckpt_format",
@@ -127,18 +131,26 @@ CHECKPOINT: Final[tuple[Conflict, ...]] = (
         "async_save",
         (Flag("--async-save"),),
         Text(
-            "with FSDP2 only torch_dcp is saved in the background, with Megatron 0.17 or newer.",
-            "在 FSDP2 下只有 torch_dcp 能在后台保存，且需要 Megatron 0.17 及以上版本。",
+            "with FSDP2 only torch_dcp is saved in the background.",
+            "在 FSDP2 下只有 torch_dcp 能在后台保存。",
         ),
         Text("Write --ckpt-format torch_dcp, or remove it.", "写 --ckpt-format torch_dcp，或去掉它。"),
-        when=lambda situation: (
-            situation.value("ckpt_format") != "torch_dcp" or situation.value("async_strategy") is None
-        ),
+        when=lambda situation: _saves_in_background(situation) and situation.value("ckpt_format") != "torch_dcp",
         shown=Text(
-            "`--async-save` with `--ckpt-format` torch_dist, or with Megatron below 0.17",
-            "`--async-save` 与 `--ckpt-format` torch_dist 同用，或 Megatron 低于 0.17",
+            "`--async-save` with `--ckpt-format` torch_dist", "`--async-save` 与 `--ckpt-format` torch_dist 同用"
         ),
         until="asynchronous saving in torch_dist",
+    ),
+    Conflict(
+        "async_older",
+        (Flag("--async-save"),),
+        Text(
+            "with FSDP2 only Megatron 0.17 or newer saves in the background.",
+            "在 FSDP2 下只有 Megatron 0.17 及以上版本能在后台保存。",
+        ),
+        Text("Remove it.", "去掉它。"),
+        when=lambda situation: not _saves_in_background(situation),
+        shown=Text("`--async-save` with Megatron below 0.17", "`--async-save`，而 Megatron 低于 0.17"),
     ),
     Conflict(
         "async_worker",
@@ -149,6 +161,7 @@ CHECKPOINT: Final[tuple[Conflict, ...]] = (
         ),
         Text("Add --use-persistent-ckpt-worker.", "加上 --use-persistent-ckpt-worker。"),
         unless=(Flag("--use-persistent-ckpt-worker"),),
+        when=lambda situation: _saves_in_background(situation),
     ),
     Conflict(
         "local_checkpoints",
