@@ -66,7 +66,7 @@ def guard_misuse(
     if dist.get_world_size(group) > 1:
         RunningStatistics(root, group, device, state)
         if plan.config.optional_modules:
-            let_inputs_require_grad(module for members in units.values() for module in members if module is not root)
+            let_inputs_require_grad(members for members in units.values() if root not in members)
 
 
 def _refuse_late_hooks(root: nn.Module) -> None:

@@ -210,7 +210,8 @@ class UnitGradients:
         raise FSDP2Error(
             f"the ranks reduced the gradients of different units: as number {at + 1} of this step "
             f"{', '.join(seen[:_SHOWN])}{more}. Every rank's loss must use the output of every unit it runs. List a "
-            "module whose output only some ranks use in optional_modules."
+            "module whose output only some ranks use in optional_modules; where one is listed, frozen units after it "
+            "get a gradient with it only: add its output times 0 on the other ranks."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -217,3 +218,53 @@ def test_a_model_without_norms_is_told() -> None:
 def test_batch_norms_are_left_alone() -> None:
     made = plan(nn.Sequential(nn.BatchNorm1d(2), nn.LayerNorm(2)), sub_modules_to_wrap=[])
     assert [unit.fqns for unit in made.units] == [("1",), ("",)]
+
+
+class Towered(nn.Module):
+    """A frozen embedding, a trainable tower that only some ranks run, layers of which the first is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8).requires_grad_(False)
+        self.tower = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(OrderedDict(norm=nn.RMSNorm(8), up=nn.Linear(8, 8), act=nn.Tanh())) for _ in range(3)
+        )
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor, image: bool) -> torch.Tensor:
+        """Return a loss."""
+        x = self.embed(tokens)
+        x = x + self.tower(x) if image else x
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def _towered(config: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Towered()
+    tokens = torch.arange(4)
+    if config is None:
+        (0.5 * (model(tokens, True) + model(tokens + 4, False))).backward()
+        return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    wrap_model(model, config)
+    rank = dist.get_rank()
+    model(tokens + 4 * rank, rank == 0).backward()
+    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        {"sub_modules_to_wrap": [], "align_fsdp_param_groups": True},
+        {"sub_modules_to_wrap": ["layers.1", "layers.2"], "align_fsdp_param_groups": True},
+        {"sub_modules_to_wrap": [["layers.0", "layers.1"], "layers.2"]},
+    ],
+)
+def test_a_frozen_module_first_in_a_unit_behind_an_optional_tower(ranks2: RankPool, units: dict[str, Any]) -> None:
+    want = _towered(None)
+    for got in ranks2.run(_towered, {"sharding_size": "auto", "optional_modules": ["tower"], **units}):
+        assert got.keys() == want.keys()
+        for name, grad in want.items():
+            torch.testing.assert_close(got[name], grad, rtol=1e-6, atol=1e-7)

@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from mindspeed_fsdp2.errors import CheckpointError
 
@@ -17,6 +23,7 @@ with warnings.catch_warnings():  # Megatron's imports warn about what is not ins
     from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
     from mindspeed_fsdp2.megatron.saving.dist_gaps import Box, find_gaps
+    from mindspeed_fsdp2.megatron.saving.dist_metadata import wrap_tensors_metadata
     from mindspeed_fsdp2.megatron.saving.dist_pieces import Rows, pieces, rows_of, shard_factory
 
 LAYER = (0, 1, 3)  # the second of three layers, in an axis before the parameter's own
@@ -163,3 +170,18 @@ def test_gaps_of_many_pieces() -> None:
         "(layers.0, layers.1, layers.10, layers.11, layers.12, layers.13, layers.14, "
         "layers.15 and 24 more)."
     ]
+
+
+def test_the_index_may_say_more_of_tensors_than_megatron_takes() -> None:
+    properties = TensorProperties(dtype=torch.bfloat16)
+    properties.colour = "red"
+    entry = TensorStorageMetadata(properties, torch.Size([3, 2]), [])
+    metadata = Metadata({"a": entry, "b": BytesStorageMetadata()})
+
+    def original(strategy: Any, folder: Any, metadata: Any = None) -> dict[str, Any]:
+        tensors = {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+        return {k: torch.empty(v.size, **vars(v.properties), device="meta") for k, v in tensors.items()}
+
+    found = wrap_tensors_metadata(original)(None, "unread", metadata)
+    assert found["a"].shape == (3, 2) and found["a"].dtype == torch.bfloat16 and list(found) == ["a"]
+    assert metadata.state_dict_metadata["a"].properties.colour == "red"

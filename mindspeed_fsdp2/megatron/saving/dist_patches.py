@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..patcher import Patch, resolves
+from ..patcher import Patch, accepts, resolves
+from .dist_metadata import says_more
 
 # The wrappers are imported when a row is applied: they need Megatron's checkpoint code, which a failing check of the
 # other rows should not.
@@ -41,9 +42,19 @@ def _uneven_validation(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrap_validation(original)
 
 
+def _plain_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    from .dist_metadata import wrap_tensors_metadata
+
+    return wrap_tensors_metadata(original)
+
+
 def _even_only() -> bool:
     return not resolves("megatron.core.dist_checkpointing.mapping:ShardedTensor.has_regular_grid")
 
+
+_TENSORS_METADATA: Final = (
+    "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load_tensors_metadata"
+)
 
 TORCH_DIST: Final[tuple[Patch, ...]] = (
     Patch(
@@ -66,6 +77,15 @@ TORCH_DIST: Final[tuple[Patch, ...]] = (
         make=_optimizer_load,
         why="Takes what the row above adds to the state: fp32 shards under --bf16, step counts of single parameters.",
         remove_when="With the row above.",
+    ),
+    Patch(
+        name="tensor-properties",
+        targets=(_TENSORS_METADATA,),
+        make=_plain_metadata,
+        why="From torch 2.15 on an index holds strides too, which Megatron passes to torch.empty: no checkpoint's "
+        "contents can be compared before they are loaded.",
+        remove_when="load_tensors_metadata passes the properties it knows.",
+        applies=lambda: says_more() and accepts(_TENSORS_METADATA, "metadata"),
     ),
     Patch(
         name="dist-load",
