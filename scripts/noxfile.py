@@ -75,7 +75,8 @@ def cells(session: nox.Session, setup: Setup) -> None:
         places = _places(setup, Path(folder))
         env = {"MEGATRON_LM_TAGS": places, "MEGATRON_LM_REPORT": str(report), "OMP_NUM_THREADS": "1"}
         # 1: a cell is wrong; it stands in the report, and the other combinations are to run all the same.
-        session.run("python", "-m", "pytest", "-q", "tests/megatron/test_tags.py", env=env, success_codes=[0, 1])
+        command = ("python", "-m", "pytest", "-q", "tests/megatron/test_tags.py", *session.posargs)
+        session.run(*command, env=env, success_codes=[0, 1])
 
 
 def _places(setup: Setup, folder: Path) -> str:

@@ -2,7 +2,7 @@
 # Build an environment per supported combination of Python, PyTorch and Megatron, and write docs/*/compatibility.md.
 #   bash scripts/test_matrix.sh                 every combination, then the tables
 #   bash scripts/test_matrix.sh --list          show them
-#   bash scripts/test_matrix.sh -k py3.11       some of them (nox's own selection), without the tables
+#   bash scripts/test_matrix.sh -k py3.11       some of them (nox selects), without the tables; -- ARGS go to pytest
 #   MEGATRON_LM_TAGS=FOLDER ...                 also the Megatron-LM checkouts in FOLDER: core_v0.12.3, core_v0.16.1, ...
 # Needs Python 3.11, 3.12 and 3.13 (on PATH or in pyenv), about 30 GB of disk and an hour or two; it is run by hand.
 set -euo pipefail
