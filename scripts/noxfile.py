@@ -60,6 +60,7 @@ SETUPS = (
 @nox.parametrize("setup", SETUPS, ids=[str(setup) for setup in SETUPS])
 def cells(session: nox.Session, setup: Setup) -> None:
     """Run every cell of the compatibility table that this combination can answer."""
+    session.chdir(ROOT)
     session.install(
         f"torch=={setup.torch}" if setup.torch else "torch",
         f"megatron-core=={setup.core}" if setup.core else "megatron-core",

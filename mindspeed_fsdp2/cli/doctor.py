@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import ConfigError
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..doctor.report import Report
 
 TIMEOUT_S = 60.0
+INTERRUPTED = 130  # the exit status of shells for a command ended by Ctrl-C
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -40,11 +41,23 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the checks; print the report to stdout, on rank 0; return 0 if nothing is wrong, else 1.
+    """Run the checks; print the report to stdout, on rank 0; return 0 if nothing is wrong, else 1, 130 after Ctrl-C.
 
     Raises:
-        ConfigError: PyTorch or the device asked for cannot be used, or the arguments contradict the launcher.
+        ConfigError: PyTorch, the device or the folder asked for cannot be used, or the arguments contradict the
+            launcher.
+        FSDP2Error: A rank is missing or has ended.
     """
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print("mindspeed-fsdp2 doctor: interrupted", file=sys.stderr)
+        if arguments.store is not None or "RANK" in os.environ:  # tidying up would wait for the other ranks
+            _end(INTERRUPTED)
+        return INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         import torch.distributed  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:
@@ -53,26 +66,33 @@ def run(arguments: argparse.Namespace) -> int:
             "torch loads it: source the CANN environment (set_env.sh) first."
         ) from error
     from ..doctor.launch import default_ranks, run_ranks
-    from ..doctor.rank import Options, examine, place
+    from ..doctor.rank import Options, check_folder, examine, place
 
-    where = place()
+    where = place(stored=arguments.store is not None)
+    folder = None if arguments.folder is None else Path(arguments.folder)
     if where is None or (arguments.store is None and "MASTER_ADDR" not in os.environ):
-        ranks = arguments.ranks or default_ranks(arguments.device_type)
-        return run_ranks(ranks, _arguments_for_ranks(arguments))
+        default = default_ranks(arguments.device_type)
+        if folder is not None:
+            check_folder(folder)
+        return run_ranks(arguments.ranks or default, _arguments_for_ranks(arguments), arguments.timeout)
     if arguments.ranks is not None:
         raise ConfigError(f"--ranks: a launcher has started {where.ranks} ranks already. Leave it out.")
     options = Options(
         arguments.timeout,
         arguments.device_type,
-        None if arguments.folder is None else Path(arguments.folder),
+        folder,
         None if arguments.store is None else Path(arguments.store),
     )
     well, stuck = examine(where, options, _show)
     if stuck:  # another rank is inside a collective that this one has left: tidying up would wait for it
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        _end(1)
     return 0 if well else 1
+
+
+def _end(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _show(report: Report) -> None:

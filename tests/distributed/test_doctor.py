@@ -6,10 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ import torch.distributed as dist
 
 from mindspeed_fsdp2.cli import doctor, main
 from mindspeed_fsdp2.doctor import launch
+from mindspeed_fsdp2.doctor import rank as rank_module
+from mindspeed_fsdp2.doctor.board import Board, file_connection
 from mindspeed_fsdp2.doctor.checks import Check, Context, WrongResult
 from mindspeed_fsdp2.doctor.collectives import compare, expected, values_of
 from mindspeed_fsdp2.doctor.facts import relevant
 from mindspeed_fsdp2.doctor.pinning import checks as pinning_checks
 from mindspeed_fsdp2.doctor.report import Outcome, Report, summarise
 from mindspeed_fsdp2.doctor.runner import perform
+from mindspeed_fsdp2.errors import FSDP2Error
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100  # for all ranks of one run, on a loaded machine
@@ -315,6 +319,156 @@ def test_ranks_are_the_launchers(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         monkeypatch.setenv(name, value)
     assert main(["doctor", "--ranks", "2"]) == 1
     assert capsys.readouterr().err == "--ranks: a launcher has started 4 ranks already. Leave it out.\n"
+
+
+@contextlib.contextmanager
+def processes(*programs: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Stand-ins for ranks: Python programs, or "" for one that stays until it is stopped."""
+    started = [
+        subprocess.Popen([sys.executable, "-S", "-c", program or "input()"], stdin=subprocess.PIPE)
+        for program in programs
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+KILLED = "import os; os.kill(os.getpid(), 9)"
+STOPPED = "The other ranks did not end by themselves and were stopped."
+
+
+@pytest.mark.parametrize(
+    ("programs", "met", "text"),
+    [
+        (["", KILLED, ""], False, f"rank 1: ended by signal 9. {STOPPED}"),
+        (["", "", "raise SystemExit(1)"], False, f"rank 2: ended with exit status 1. {STOPPED}"),
+        (["raise SystemExit(1)", ""], True, f"rank 0: ended with exit status 1. {STOPPED}"),
+        (["", KILLED], True, f"rank 1: ended by signal 9. {STOPPED}"),
+        (["raise SystemExit(1)", KILLED], True, "rank 0: ended with exit status 1; rank 1: ended by signal 9."),
+    ],
+)
+def test_a_rank_that_ends_is_seen_whichever_it_is(
+    programs: list[str], met: bool, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_EARLY_S", 0.5)
+    monkeypatch.setattr(launch, "_END_S", 0.5)
+    if met:
+        (tmp_path / "met").touch()
+    with processes(*programs) as started, pytest.raises(FSDP2Error) as caught:
+        launch._wait(started, tmp_path / "met", 0.5)
+    assert str(caught.value) == text
+
+
+def test_rank_0_has_its_time_out_besides_to_report_a_rank_that_ended(tmp_path: Path) -> None:
+    met = tmp_path / "met"
+    assert launch._patience([None, -9], met, 60.0) == launch._EARLY_S == 5.0
+    met.touch()
+    assert launch._patience([None, -9], met, 60.0) == 90.0
+    assert launch._patience([1, None], met, 60.0) == 30.0
+    with processes("", "") as started:
+        for process in started:
+            process.communicate(b"\n")  # an end without a fault
+        assert launch._wait(started, met, 60.0) == 0
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    board = Board(file_connection(tmp_path / "store", 3))
+    board.put("arrived/1", True)
+    text = r"^rank {}: 0.1 s after the start there is nothing from rank 2\. Look at what was said there, and at the network\.$"
+    for rank in (0, 1):
+        with pytest.raises(FSDP2Error, match=text.format(rank)):
+            rank_module._meet(board, rank_module.Place(rank, 3, rank, 3), 0.1)
+
+
+USE_TORCHRUN = "Start the command with torchrun, which sets these variables, or unset RANK and WORLD_SIZE."
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is missing"),
+        (
+            {"RANK": "a", "WORLD_SIZE": "-2"},
+            "RANK='a' is no number; WORLD_SIZE='-2' is no number; MASTER_PORT is missing",
+        ),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is above 65535"),
+    ],
+)
+def test_a_launchers_wrong_variables(
+    variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"MASTER_ADDR": "localhost", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == f"environment: {text}. {USE_TORCHRUN}\n"
+    if text == "MASTER_PORT is missing":  # ranks that this command has started meet in a file
+        assert rank_module.place(stored=True) == rank_module.Place(0, 2, 0, 2)
+
+
+def test_ranks_of_a_launcher_that_never_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--device-type", "cpu", "--timeout", "1"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("rank 0: the 2 ranks do not find each other (DistStoreError: ") and error.count("\n") == 1
+    assert error.endswith("). Look at MASTER_ADDR, MASTER_PORT and the network, and whether every rank was started.\n")
+
+
+def test_a_device_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def set_device(index: int) -> None:
+        raise RuntimeError("invalid device ordinal\nmore")
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor", "--device-type", "cuda", "--store", str(tmp_path / "store")]) == 1
+    assert capsys.readouterr().err == (
+        "rank 1: cuda:1 cannot be used (RuntimeError: invalid device ordinal). Start no more ranks than there are "
+        "devices, or take another --device-type.\n"
+    )
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_folder_that_cannot_be_used(
+    launched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks were started"))
+    arguments = ["doctor", "--device-type", "cpu", "--folder", str(tmp_path / "file" / "x")]
+    monkeypatch.delenv("RANK", raising=False)
+    if launched:
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        arguments += ["--store", str(tmp_path / "store")]
+    assert main(arguments) == 1
+    assert capsys.readouterr().err == (
+        f"--folder: '{tmp_path}/file/x' cannot be written to (NotADirectoryError: Not a directory). Name a directory "
+        "that can.\n"
+    )
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "run_ranks", interrupted)
+    assert main(["doctor", "--device-type", "cpu"]) == 130
+    assert capsys.readouterr().err == "mindspeed-fsdp2 doctor: interrupted\n"
+    with launch._interrupts_ignored():
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
