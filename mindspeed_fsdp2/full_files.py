@@ -6,13 +6,11 @@ import json
 import math
 import os
 import pickle
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import nn
 
 from .errors import CheckpointError
 
@@ -77,6 +75,18 @@ class Header(NamedTuple):
     begin: int
     size: int
 
+    def gaps(self) -> list[str]:
+        """Return where the tensors do not fill the file byte for byte, in words; empty if they do."""
+        wrong, position = [], self.begin
+        for key, entry in self.entries.items():
+            if entry.start != position:
+                there = f"not at {position} where the tensor before it ends"
+                wrong.append(f"{key!r} begins at byte {entry.start}, {there}")
+            position = entry.start + entry.nbytes
+        if position != self.size:
+            wrong.append(f"it has {self.size} bytes, but its tensors end at {position}")
+        return wrong
+
 
 def open_file(path: str | os.PathLike[str]) -> Mapping[str, torch.Tensor]:
     """Return key -> tensor of a ``.safetensors`` file, of its index, or of a file that ``torch.save`` wrote.
@@ -130,10 +140,12 @@ def weight_map(index: Path) -> dict[str, str]:
         OSError: It cannot be read.
         ValueError: It is no index, or points out of its folder.
     """
-    content = json.loads(index.read_text(encoding="utf-8"))
+    content = _parsed(index.read_text(encoding="utf-8"))
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ValueError("it has no weight_map")
+    if not files:
+        raise ValueError("its weight_map is empty")
     strange = [name for name in files.values() if Path(name).name != name]
     if strange:
         raise ValueError(f"it points to {strange[0]!r}, which is not beside it")
@@ -152,28 +164,55 @@ def read_header(file: Path) -> Header:
         length = int.from_bytes(opened.read(LENGTH), "little")
         if not 0 < length <= min(size - LENGTH, _HEADER_MOST):
             raise ValueError("it is no safetensors file, or it was cut off")
-        header = json.loads(opened.read(length))
+        header = _parsed(opened.read(length))
     if not isinstance(header, dict):
         raise ValueError("it is no safetensors file: its header is no object")
     metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ValueError("its __metadata__ does not consist of texts")
     begin = LENGTH + length
-    entries = {}
-    for key, said in header.items():
-        start, end = said["data_offsets"]
-        if not 0 <= start <= end <= size - begin:
-            raise ValueError(f"{key!r} lies beyond the end of the file")
-        if said["dtype"] not in DTYPES:
-            raise ValueError(f"{key!r} is of the unknown type {said['dtype']!r}")
-        entry = Entry(file, begin + start, DTYPES[said["dtype"]], tuple(said["shape"]))
-        if entry.nbytes != end - start:
-            raise ValueError(f"{key!r} has {end - start} bytes, not the {entry.nbytes} of its shape and type")
-        entries[key] = entry
-    ordered = sorted(entries.items(), key=lambda item: item[1].start)
+    entries = {key: _entry(file, key, said, begin, size) for key, said in header.items()}
+    ordered = sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes))
     return Header(dict(ordered), metadata, begin, size)
+
+
+def _parsed(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def _entry(file: Path, key: str, said: Any, begin: int, size: int) -> Entry:
+    """Return the place of one tensor from what the header says of it; raises ValueError."""
+    about: dict[str, Any] = said if isinstance(said, dict) else {}
+    dtype, shape, offsets = about.get("dtype"), about.get("shape"), about.get("data_offsets")
+    if not (_sizes(shape) and _sizes(offsets) and len(offsets) == 2):
+        raise ValueError(f"{key!r} has no proper shape and data_offsets in the header")
+    start, end = offsets
+    if not start <= end <= size - begin:
+        raise ValueError(f"{key!r} lies beyond the end of the file")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"{key!r} is of the unknown type {dtype!r}")
+    entry = Entry(file, begin + start, DTYPES[dtype], tuple(shape))
+    if entry.nbytes != end - start:
+        raise ValueError(f"{key!r} has {end - start} bytes, not the {entry.nbytes} of its shape and type")
+    return entry
+
+
+def _sizes(said: object) -> TypeGuard[list[int]]:
+    # Beside a 0 any number could stand; PyTorch multiplies them all the same.
+    return (
+        isinstance(said, list)
+        and all(type(each) is int and each >= 0 for each in said)
+        and math.prod(each or 1 for each in said) < 1 << 59
+    )
 
 
 def _mapped(file: Path) -> dict[str, torch.Tensor]:
     header = read_header(file)
+    if wrong := header.gaps():
+        raise ValueError(f"{file.name}: {wrong[0]}")
     data = torch.from_file(os.fspath(file), shared=False, size=header.size, dtype=torch.uint8)
     found = {}
     for key, entry in header.entries.items():
@@ -182,27 +221,3 @@ def _mapped(file: Path) -> dict[str, torch.Tensor]:
             raw = raw.clone()  # a view of wider elements must start at a multiple of their size
         found[key] = raw.view(entry.dtype).view(entry.shape)
     return found
-
-
-def names_in_model(model: nn.Module, own: Collection[str], keys: Iterable[str]) -> dict[str, str]:
-    """Return key of a file -> key of the model, as ``from_pretrained`` finds it for models of Transformers.
-
-    Args:
-        model: Any model.
-        own: All keys of its state dict.
-        keys: Those of the file. One that Transformers leaves out on loading is left out; one that the model lacks
-            keeps its name.
-    """
-    prefix: Any = getattr(model, "base_model_prefix", "")
-    ignored: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    names = {}
-    for key in keys:
-        # Files of a bare model, without a head, lack the name that the model with the head gives it; and the reverse.
-        longer, shorter = f"{prefix}.{key}", key.removeprefix(f"{prefix}.")
-        if key in own or not (isinstance(prefix, str) and prefix):
-            names[key] = key
-        elif longer in own or shorter in own:
-            names[key] = longer if longer in own else shorter
-        elif not any(re.search(pattern, key) for pattern in ignored):
-            names[key] = key
-    return names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from .agreement import agree
 from .apply import sharded
+from .checkpoint.hf_names import names_in_model
+from .checkpoint.hf_read import Checksums
+from .checkpoint.hf_source import checksums_of
 from .checkpoint.model_state import ModelState, model_state
 from .device import current_device
 from .errors import CheckpointError, PlanError
-from .full_files import names_in_model, open_file
+from .full_files import open_file
 from .start_values import broadcast_whole, keep_own_part
 
 logger = logging.getLogger("mindspeed_fsdp2")
@@ -39,6 +43,33 @@ class LoadReport(NamedTuple):
     unexpected: tuple[str, ...]
 
 
+class _Given(NamedTuple):
+    """The source on the first rank.
+
+    Attributes:
+        values: Name in the model -> whole tensor.
+        keys: Name in the model -> key in the files, if it comes from files.
+        sums: What they were exported with, if they tell.
+    """
+
+    values: Mapping[str, torch.Tensor]
+    keys: Mapping[str, str]
+    sums: Checksums | None
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a value and note its checksum."""
+        value = self.values[name]
+        if self.sums is not None:
+            self.sums.add(self.keys[name], value)
+        return value
+
+    def check(self) -> bool:
+        """Return True, or raise unless all files were as they were exported."""
+        if self.sums is not None:
+            self.sums.raise_if_changed(self.sums.found, " Damaged values are loaded: load again before training.")
+        return True
+
+
 def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool = True) -> LoadReport:
     """Give a wrapped model the values of ``source``, which only the first data-parallel rank reads.
 
@@ -59,7 +90,8 @@ def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool
     Raises:
         PlanError: ``model`` is not wrapped.
         CheckpointError: The source cannot be read, or its keys or shapes do not fit; lists all of them, on every rank.
-            Nothing is loaded then.
+            Nothing is loaded then. Or, found only in the end, a file of ``export_hf`` has another checksum than was
+            written: do not train with what was loaded.
     """
     handle = sharded(model)
     if handle is None:
@@ -73,10 +105,11 @@ def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool
     first = dist.get_rank(group) == 0
     own = model_state(handle.module)
 
-    def check() -> tuple[Mapping[str, torch.Tensor], LoadReport]:
-        return _checked(source, handle.module, own, strict) if first else ({}, LoadReport((), ()))
+    def check() -> tuple[_Given, LoadReport]:
+        nothing = _Given({}, {}, None), LoadReport((), ())
+        return _checked(source, handle.module, own, strict) if first else nothing
 
-    values, report = agree(check, lambda _: "", group, "load_full_state_dict")
+    given, report = agree(check, lambda _: "", group, "load_full_state_dict")
     if first and (report.missing or report.unexpected):
         logger.warning(
             "load_full_state_dict: kept as they were: %s; not used: %s",
@@ -94,20 +127,19 @@ def load_full_state_dict(model: torch.nn.Module, source: Source, *, strict: bool
     with torch.no_grad():
         for key, target in targets.items():
             whole = memory[: target.numel() * target.itemsize].view(target.dtype).view(target.shape)
-            _read(whole, values, _name(key, values, own.ties), first, group)
+            _read(whole, given, _name(key, given.values, own.ties), first, group)
             broadcast_whole([whole], device.type, group)
             keep_own_part(target, whole)
+    agree(given.check, lambda _: "", group, "load_full_state_dict")
     return report
 
 
-def _read(
-    whole: torch.Tensor, values: Mapping[str, torch.Tensor], name: str, first: bool, group: dist.ProcessGroup | None
-) -> None:
+def _read(whole: torch.Tensor, given: _Given, name: str, first: bool, group: dist.ProcessGroup | None) -> None:
     """Fill ``whole`` on the first rank; where that fails every rank raises (**collective**)."""
     failed: Exception | None = None
     if first:
         try:
-            whole.copy_(values[name])
+            whole.copy_(given.read(name))
         except (OSError, RuntimeError, KeyError) as error:  # a file that ends early, a lazy mapping
             failed = error
     flag = torch.tensor([float(failed is not None)], device=whole.device)
@@ -120,15 +152,18 @@ def _read(
         ) from failed
 
 
-def _checked(
-    source: Source, model: torch.nn.Module, own: ModelState, strict: bool
-) -> tuple[Mapping[str, torch.Tensor], LoadReport]:
+def _checked(source: Source, model: torch.nn.Module, own: ModelState, strict: bool) -> tuple[_Given, LoadReport]:
     tensors, ties = own.tensors, own.ties
     if source is None:
         raise CheckpointError(
             "load_full_state_dict: no source on the first data-parallel rank. Pass a mapping or a path there."
         )
-    values, left_out = (source, []) if isinstance(source, Mapping) else _from_file(source, model, {*tensors, *ties})
+    left_out: list[str] = []
+    if isinstance(source, Mapping):
+        given = _Given(source, {}, None)
+    else:
+        given, left_out = _from_file(source, model, {*tensors, *ties})
+    values = given.values
     where = "load_full_state_dict" if isinstance(source, Mapping) else os.fspath(source)
     if other := [k for k, v in values.items() if not isinstance(v, torch.Tensor) and not k.endswith(_EXTRA)]:
         raise CheckpointError(
@@ -167,16 +202,16 @@ def _checked(
         advice = "" if wrong or kinds or untied else " strict=False loads what fits."
         listed = "\n  ".join(lines)
         raise CheckpointError(f"{where}: the values do not fit the model:\n  {listed}\nBuild the same model.{advice}")
-    return values, LoadReport(tuple(missing), (*unexpected, *extra, *left_out))
+    return given, LoadReport(tuple(missing), (*unexpected, *extra, *left_out))
 
 
-def _from_file(
-    path: str | os.PathLike[str], model: torch.nn.Module, own: set[str]
-) -> tuple[Mapping[str, torch.Tensor], list[str]]:
+def _from_file(path: str | os.PathLike[str], model: torch.nn.Module, own: set[str]) -> tuple[_Given, list[str]]:
     """Return a file's values under the model's names, and the keys that loading leaves out."""
     values = open_file(path)
-    names = names_in_model(model, own, values)
-    return {name: values[key] for key, name in names.items()}, [key for key in values if key not in names]
+    names = names_in_model(model, own, values, os.fspath(path))
+    keys = {name: key for key, name in names.items()}
+    given = _Given({name: values[key] for name, key in keys.items()}, keys, checksums_of(Path(path)))
+    return given, [key for key in values if key not in names]
 
 
 def _unusable(value: torch.Tensor) -> bool:

@@ -75,7 +75,9 @@ def read(paths: Iterable[Path]) -> dict[Column, dict[str, tuple[str, str]]]:
                 if len(line) != len(FIELDS):
                     raise ValueError(f"{path}:{number}: {len(line)} fields instead of {len(FIELDS)}. Run it again.")
                 python, torch, core, source, cell, verdict, message = line
-                column = Column(core, torch.partition("+")[0], ".".join(python.split(".")[:2]), source)
+                column = Column(
+                    core.partition("+")[0], torch.partition("+")[0], ".".join(python.split(".")[:2]), source
+                )
                 found.setdefault(column, {})[cell] = (verdict, message)
     return dict(sorted(found.items(), key=lambda item: [_numbers(item[0].core), _numbers(item[0].torch), item[0]]))
 

@@ -57,7 +57,7 @@ SETUPS = (
 
 
 @nox.session
-@nox.parametrize("setup", SETUPS, ids=[str(setup) for setup in SETUPS])
+@nox.parametrize("python,setup", [(setup.python, setup) for setup in SETUPS], ids=[str(setup) for setup in SETUPS])
 def cells(session: nox.Session, setup: Setup) -> None:
     """Run every cell of the compatibility table that this combination can answer."""
     session.chdir(ROOT)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from .coordination import Coordination
 from .hf_config import CONFIG, config_text, files_to_copy, most_used_dtype, read_config, tied_on_load
 from .hf_shards import Weight, WeightFile, converted, index_of, plan_files, plan_weights, too_large
 from .hf_source import Saved, compare_with, open_saved
+from .hf_targets import check_apart
 from .hf_work import FileWriter, WorkFolder
 from .progress import Progress
 from .values import digest
@@ -66,29 +67,42 @@ def export_checkpoint(source: Path, target: Path, options: ExportOptions, ranks:
     """
     target = Path(os.path.abspath(target))
     what = f"exporting to {target}"
-    saved, files, texts = ranks.agree(lambda: _plan(source, options), what)
+    saved, files, texts = ranks.agree(lambda: _plan(source, target, options), what)
     for note in saved.passed if ranks.rank == 0 else ():
         logger.warning("%s: %s; it is not exported.", source, note)
     work = WorkFolder(target)
     plan = _identity(saved, files, texts)
     ranks.from_first(lambda: explained(target.parent, lambda: work.begin(plan, resume=True)), what)
+    kept = False  # on every rank alike: whether there is something to go on with
     try:
         left = ranks.from_first(lambda: [number for number, file in enumerate(files) if not work.done(file)], what)
         if ranks.rank == 0 and len(left) < len(files):
             logger.info("%s: going on, %d of %d files are there", target, len(files) - len(left), len(files))
-        _write_all(saved, [files[number] for number in left], work, ranks, what)
+        kept = len(left) < len(files)
+        for _ in _write_all(saved, [files[number] for number in left], work, ranks, what):
+            kept = True
         about = {
             "format": "mindspeed_fsdp2 export",
             "source": os.fspath(saved.info.path.resolve()),
             "step": saved.info.step,
         }
         ranks.from_first(lambda: explained(target, lambda: work.publish(texts, _copies(options), about)), what)
+    except CheckpointError as error:
+        if kept:
+            raise CheckpointError(
+                f"{error} Finished files stay in {work.path}: the same command goes on with them. Remove it if you do "
+                "not want them."
+            ) from error
+        if ranks.rank == 0:
+            work.discard()
+        raise
     finally:
         work.release()
     return target
 
 
-def _plan(source: Path, options: ExportOptions) -> tuple[Saved, list[WeightFile], dict[str, str]]:
+def _plan(source: Path, target: Path, options: ExportOptions) -> tuple[Saved, list[WeightFile], dict[str, str]]:
+    check_apart(source, target)
     saved = open_saved(source, options.step)
     content = read_config(options.model_folder) if options.model_folder is not None else None
     twice: set[str] = set()
@@ -127,7 +141,10 @@ def _copies(options: ExportOptions) -> dict[str, Path]:
     return files_to_copy(options.model_folder) if options.model_folder is not None else {}
 
 
-def _write_all(saved: Saved, files: Sequence[WeightFile], work: WorkFolder, ranks: Coordination, what: str) -> None:
+def _write_all(
+    saved: Saved, files: Sequence[WeightFile], work: WorkFolder, ranks: Coordination, what: str
+) -> Iterator[int]:
+    """Write the files (**collective**); yields after each round, in which every rank has finished one."""
     mine = files[ranks.rank :: ranks.ranks]
     rounds = math.ceil(len(files) / ranks.ranks)
     progress = Progress(what, sum(weight.nbytes for file in mine for weight in file.weights), ranks.rank == 0)
@@ -137,6 +154,7 @@ def _write_all(saved: Saved, files: Sequence[WeightFile], work: WorkFolder, rank
         ranks.agree(lambda: explained(work.files, lambda: _write(saved, file, work, progress)), what)  # noqa: B023
         if ranks.rank == 0:
             logger.info("%s: %d of %d files", what, min(len(files), (number + 1) * ranks.ranks), len(files))
+        yield number
     progress.finish()
 
 

@@ -14,15 +14,17 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..full_files import names_in_model
 from .coordination import Coordination
 from .folder import published
+from .hf_names import names_in_model
+from .hf_read import Checksums
 from .hf_shards import Weight, converted, too_large, written_dtype
 from .hf_source import HFWeights, compare_with, open_hf, shown
+from .hf_targets import check_apart
 from .model_state import SECTION, model_state
 from .pieces import Piece
 from .progress import Progress
-from .publish import begin, discard, folder_name, publish
+from .publish import begin, clean, discard, folder_name, publish
 from .store import Written, write_index, write_pieces
 from .write import explained
 
@@ -40,12 +42,14 @@ class _Plan:
         parts: Tensors that are read, and written into one file, together.
         ties: Further name -> name.
         dropped: Keys that Transformers leaves out, too.
+        sums: Checksums of what is read.
     """
 
     source: HFWeights
     parts: list[list[Weight]]
     ties: dict[str, str]
     dropped: list[str]
+    sums: Checksums
 
 
 def import_weights(
@@ -67,6 +71,7 @@ def import_weights(
         CheckpointError: The files are damaged, do not fit the model, or nothing can be written. Every rank raises it.
     """
     what = f"importing {source}"
+    ranks.agree(lambda: check_apart(source, directory), what)
     plan = ranks.agree(lambda: _plan(source, dtype, model), what)
     if plan.dropped and ranks.rank == 0:
         logger.info("%s: left out, as from_pretrained() does: %s", what, shown(plan.dropped))
@@ -75,6 +80,7 @@ def import_weights(
     try:
         mine = ranks.agree(lambda: explained(folder, lambda: _write(plan, folder, ranks, what)), what)
         every = ranks.gather(mine, what)
+        sums = ranks.gather(plan.sums.found, what)
         order = range(len(plan.parts)) if ranks.rank == 0 else ()
         written = [every[number % ranks.ranks][number] for number in order]
         aliases: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -84,6 +90,7 @@ def import_weights(
         document |= {"optimizer": None, "scheduler": None}
 
         def finish() -> Path:
+            plan.sums.raise_if_changed({key: value for found in sums for key, value in found.items()})
             write_index(written, aliases, folder)
             return publish(folder, place, step, 0, document, None)
 
@@ -98,7 +105,12 @@ def _begin(place: Path, step: int) -> Path:
     if place.is_dir() and (there := published(place)):
         # It would become the newest one, which a resumed job loads, or take the place of one of the same step.
         raise CheckpointError(f"{place}: it holds a checkpoint, {there[-1].path.name}. Name a new directory.")
-    return begin(place, folder_name(step))
+    try:
+        return begin(place, folder_name(step))
+    except OSError:
+        if place.is_dir():
+            clean(place)  # on a full disk the folder can be made, but nothing in it
+        raise
 
 
 def _plan(path: Path, dtype: torch.dtype | None, model: nn.Module | None) -> _Plan:
@@ -108,7 +120,7 @@ def _plan(path: Path, dtype: torch.dtype | None, model: nn.Module | None) -> _Pl
     named = {key: key for key in source.entries}
     if model is not None:
         state = model_state(model)
-        named = names_in_model(model, {*state.tensors, *state.ties}, source.entries)
+        named = names_in_model(model, {*state.tensors, *state.ties}, source.entries, str(path))
     dropped = [key for key in source.entries if key not in named]
     held = {name: (source.entries[key].dtype, source.entries[key].shape) for key, name in named.items()}
     ties = {name: named[key] for name, key in source.ties.items() if key in named}
@@ -139,7 +151,7 @@ def _plan(path: Path, dtype: torch.dtype | None, model: nn.Module | None) -> _Pl
             filled = 0
         parts[-1].append(weight)
         filled += weight.nbytes
-    return _Plan(source, parts, ties, dropped)
+    return _Plan(source, parts, ties, dropped, Checksums(source.folder, source.headers))
 
 
 def _write(plan: _Plan, folder: Path, ranks: Coordination, what: str) -> dict[int, Written]:
@@ -165,7 +177,9 @@ def _write(plan: _Plan, folder: Path, ranks: Coordination, what: str) -> dict[in
 def _pieces(plan: _Plan, weights: Sequence[Weight]) -> list[Piece]:
     pieces = []
     for weight in weights:
-        tensor, infinite = converted(plan.source.read(weight.key), weight.dtype)
+        stored = plan.source.read(weight.key)
+        plan.sums.add(weight.key, stored)
+        tensor, infinite = converted(stored, weight.dtype)
         if infinite:
             raise too_large([weight.name])
         pieces.append(Piece((SECTION, weight.name), tensor, tensor.size(), torch.Size([0] * tensor.dim()), 1, 0))

@@ -16,6 +16,7 @@ from ..full_files import Entry, Header, read_header, weight_map, weights_in
 from ..module_path import nearest
 from .folder import CheckpointInfo, choose, names_in, published, read_manifest, read_state
 from .foreign import describe_other_format
+from .hf_read import Checksums, read_tensor, written_sums
 from .index import read_index
 from .model_state import SECTION, model_state
 from .pieces import Piece
@@ -83,33 +84,7 @@ class HFWeights:
         Raises:
             CheckpointError: It cannot be read.
         """
-        entry = self.entries[key]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        if not entry.nbytes:
-            return tensor
-        try:
-            with entry.file.open("rb", buffering=0) as stream:
-                stream.seek(entry.start)
-                # By reads, not by a mapping of the file: mapped pages count as this process's memory.
-                read_into(stream, memoryview(tensor.flatten().view(torch.uint8).numpy()))
-        except (OSError, EOFError) as error:
-            raise CheckpointError(f"{entry.file}: {key!r} cannot be read: {error}. Get the file again.") from error
-        return tensor
-
-
-def read_into(stream: Any, memory: memoryview) -> None:
-    """Fill ``memory`` from an unbuffered stream.
-
-    Raises:
-        EOFError: The stream ends before.
-        OSError: It cannot be read.
-    """
-    done = 0
-    while done < memory.nbytes:
-        count = stream.readinto(memory[done : done + (1 << 30)])
-        if not count:
-            raise EOFError(f"the file ends {memory.nbytes - done} bytes early")
-        done += count
+        return read_tensor(self.entries[key], key)
 
 
 def kind_of(path: Path) -> str:
@@ -179,8 +154,10 @@ def open_hf(path: Path) -> HFWeights:
             headers[name] = read_header(folder / name)
         except FileNotFoundError:
             problems.append(f"{folder / name}: it is missing, though the index names it")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             problems.append(f"{folder / name}: it cannot be read: {error}")
+        else:
+            problems += [f"{folder / name}: {wrong}" for wrong in headers[name].gaps()]
     found = {key: entry for header in headers.values() for key, entry in header.entries.items()}
     if files is not None:
         problems += [
@@ -193,9 +170,27 @@ def open_hf(path: Path) -> HFWeights:
             for key in header.entries:
                 if files.get(key) != name:
                     problems.append(f"{folder / name}: it holds {key!r}, which the index does not place there")
+    if not found and not problems:
+        problems.append(f"{file}: it holds no tensors")
     said = {new: old for header in headers.values() for new, old in header.metadata.items()}
     ties = {new: old for new, old in said.items() if old in found and new not in found}
     return HFWeights(folder, found, headers, ties, problems)
+
+
+def checksums_of(path: Path) -> Checksums | None:
+    """Return what to compare the tensors in ``path`` with, None unless an export has noted it.
+
+    Raises:
+        CheckpointError: Files of an export are wrong in another way.
+    """
+    if not path.is_dir() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
+        return None
+    if not written_sums(path if path.is_dir() else path.parent):
+        return None
+    weights = open_hf(path)
+    if weights.problems:
+        raise CheckpointError("\n".join(weights.problems))
+    return Checksums(weights.folder, weights.headers)
 
 
 def _keys(headers: Mapping[str, Header], name: str) -> Mapping[str, Entry]:

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from ..errors import CheckpointError
-from ..full_files import Header, names_in_model
 from .coordination import Coordination
-from .folder import published, read_json, read_manifest
-from .hf_source import HFWeights, Saved, compare_with, open_hf, open_saved, read_into
-from .hf_work import RECORD
+from .folder import published, read_manifest
+from .hf_names import names_in_model
+from .hf_read import differs, read_into, written_sums
+from .hf_source import HFWeights, Saved, compare_with, open_hf, open_saved
 from .model_state import model_state
 from .values import dtype_name
 
@@ -163,26 +163,28 @@ def verify_hf(path: Path, model: nn.Module | None, ranks: Coordination) -> Verif
         CheckpointError: There are none.
     """
     weights = ranks.agree(lambda: open_hf(path), "verify")
-    record = read_json(weights.folder / RECORD)
-    written = record.get("files", {}) if isinstance(record, dict) else {}
-    headers = list(weights.headers.items())
+    written = written_sums(weights.folder)
     problems = [
         f"{weights.folder / name}: {wrong}"
-        for name, header in headers[ranks.rank :: ranks.ranks]
-        for wrong in _wrong_file(weights.folder / name, header, written.get(name))
+        for name in list(weights.headers)[ranks.rank :: ranks.ranks]
+        for wrong in _wrong_file(weights.folder / name, written.get(name))
     ]
     every = ranks.gather_all(problems, "verify")
     found = [*weights.problems, *(problem for told in every for problem in told)]
     told = "; ".join(weights.problems)
     lost = [name for name in written if name not in told and not (weights.folder / name).exists()]
     found += [f"{weights.folder / name}: it is missing" for name in lost]
-    found += [f"{weights.folder}: {each}" for each in (_compared(weights, model) if model is not None else ())]
+    if model is not None:
+        try:
+            found += [f"{weights.folder}: {each}" for each in _compared(weights, model)]
+        except CheckpointError as error:  # listed with what else is wrong
+            found.append(str(error))
     return Verified(len(weights.entries), sum(header.size for header in weights.headers.values()), found)
 
 
 def _compared(weights: HFWeights, model: nn.Module) -> list[str]:
     state = model_state(model)
-    named = names_in_model(model, {*state.tensors, *state.ties}, weights.entries)
+    named = names_in_model(model, {*state.tensors, *state.ties}, weights.entries, str(weights.folder))
     held = {name: (weights.entries[key].dtype, weights.entries[key].shape) for key, name in named.items()}
     ties = {name: named[key] for name, key in weights.ties.items() if key in named}
     different, names = compare_with(model, held, ties)
@@ -193,14 +195,7 @@ def _compared(weights: HFWeights, model: nn.Module) -> list[str]:
     return different + _both(unequal, held)
 
 
-def _wrong_file(file: Path, header: Header, written: Any) -> Iterable[str]:
-    position = header.begin
-    for key, entry in header.entries.items():
-        if entry.start != position:
-            yield f"{key!r} begins at byte {entry.start}, not at {position} where the tensor before it ends"
-        position = entry.start + entry.nbytes
-    if position != header.size:
-        yield f"it has {header.size} bytes, but its tensors end at {position}"
+def _wrong_file(file: Path, written: str | None) -> Iterable[str]:
     checksum, memory = 0, bytearray(_BLOCK)
     try:
         with file.open("rb", buffering=0) as stream:
@@ -209,8 +204,8 @@ def _wrong_file(file: Path, header: Header, written: Any) -> Iterable[str]:
     except OSError as error:
         yield f"it cannot be read: {error.strerror}"
         return
-    if isinstance(written, dict) and written.get("crc32") != f"{checksum:08x}":
-        yield f"its checksum is {checksum:08x}, not {written.get('crc32')} as when it was written"
+    if written is not None and written != f"{checksum:08x}":
+        yield differs(f"{checksum:08x}", written)
 
 
 def raise_if_wrong(found: Verified, path: Path) -> None:

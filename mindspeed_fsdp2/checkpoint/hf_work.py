@@ -26,6 +26,7 @@ import torch
 from ..errors import CheckpointError
 from .folder import read_json
 from .hf_shards import WeightFile
+from .hf_targets import check_free
 from .publish import sync_folder, write_json
 from .store import sync_files
 
@@ -64,11 +65,14 @@ class WorkFolder:
             OSError: It cannot be written.
         """
         check_free(self.target)
+        new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
         try:
+            self._take_lock()
             self._make(plan, resume)
-        except BaseException:
+        except BaseException as error:
+            if new and isinstance(error, OSError):  # a full disk: there is nothing to go on with
+                shutil.rmtree(self.path, ignore_errors=True)
             self.release()
             raise
 
@@ -215,18 +219,3 @@ class FileWriter:
         self._stream.write(data)
         self._checksum = zlib.crc32(data, self._checksum)
         self._size += data.nbytes
-
-
-def check_free(target: Path) -> None:
-    """Raise unless nothing, or an empty directory, bears this name.
-
-    Raises:
-        CheckpointError: Something does.
-    """
-    try:
-        there = next(target.iterdir(), None) if target.is_dir() else (target if target.exists() else None)
-    except OSError as error:
-        raise CheckpointError(f"{target}: it cannot be read: {error.strerror}. Name another directory.") from error
-    if there is not None:
-        what = "it exists and is not empty" if target.is_dir() else "it is a file"
-        raise CheckpointError(f"{target}: {what}. Name a new directory, or remove this one first.")

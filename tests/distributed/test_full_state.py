@@ -30,13 +30,14 @@ def write_safetensors(path: Path, values: dict[str, torch.Tensor], odd: bool = F
     """Write the format by its description: length of the header, header, data."""
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.bool: "BOOL", torch.int64: "I64"}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data = b"x" if odd else b""  # then nothing lies at a multiple of its size
+    data = b""
     for key, value in values.items():
         raw = bytes(value.contiguous().flatten().view(torch.uint8).numpy()) if value.numel() else b""
         offsets = [len(data), len(data) + len(raw)]
         header[key] = {"dtype": names[value.dtype], "shape": list(value.shape), "data_offsets": offsets}
         data += raw
     text = json.dumps(header).encode()
+    text += b" " * ((len(text) + odd) % 2)  # then nothing lies at a multiple of its size
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -447,3 +448,57 @@ def test_torch_reads_and_writes_the_same_directories(ranks2: RankPool, tmp_path:
 def _config_of(folder: Path) -> Path:
     build("llama").config.save_pretrained(folder)
     return folder / "config.json"
+
+
+def _damaged(folder: str) -> tuple[str, str]:
+    model = wrap_model(build("gpt2"), CONFIG)
+    export_hf(model, Path(folder, "out"), max_shard_size="6KB")
+    first = dist.get_rank() == 0
+    texts = []
+    for damage in (False, True):
+        if damage and first:
+            name = sorted(Path(folder, "out").glob("*.safetensors"))[1]
+            content = bytearray(name.read_bytes())
+            content[-5] ^= 1
+            name.write_bytes(content)
+        dist.barrier()
+        try:
+            load_full_state_dict(wrap_model(build("gpt2", seed=8), CONFIG), Path(folder, "out") if first else None)
+            texts.append("")
+        except CheckpointError as error:
+            texts.append(str(error).replace(folder, "DIR"))
+    return texts[0], texts[1]
+
+
+def test_damaged_files_of_an_export_are_not_loaded_silently(ranks2: RankPool, tmp_path: Path) -> None:
+    (fine, text), other = ranks2.run(_damaged, os.fspath(tmp_path))
+    assert fine == "" and other == (fine, text)
+    name = sorted((tmp_path / "out").glob("*.safetensors"))[1].name
+    assert re.fullmatch(
+        rf"on rank 0 of 2: DIR/out/{name}: its checksum is \w{{8}}, not \w{{8}} as when it was written\n"
+        r"Get the files again, or remove DIR/out/mindspeed_fsdp2.json if they were changed on purpose. Damaged values are "
+        r"loaded: load again before training.",
+        text,
+    )
+
+
+def test_ranks_compare_checksums_together(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(_export, "gpt2", os.fspath(tmp_path), CONFIG, {"max_shard_size": "6KB"})
+    assert ranks2.run(_import_in_parts, os.fspath(tmp_path), "fine") == [0, 0]
+    name = sorted((tmp_path / "out").glob("*.safetensors"))[1]
+    content = bytearray(name.read_bytes())
+    content[-5] ^= 1
+    name.write_bytes(content)
+    assert ranks2.run(_import_in_parts, os.fspath(tmp_path), "damaged") == [1, 1]
+    assert os.listdir(tmp_path / "damaged") == []
+
+
+def _import_in_parts(folder: str, name: str) -> int:
+    from mindspeed_fsdp2.checkpoint import hf_import
+
+    original = hf_import._PART
+    hf_import._PART = 3000  # so that tensors of one file are read by different ranks
+    try:
+        return main(["checkpoint", "import", f"{folder}/out", f"{folder}/{name}"])
+    finally:
+        hf_import._PART = original

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mindspeed_fsdp2.checkpoint import hf_work
+from mindspeed_fsdp2.checkpoint import hf_work, publish
 from mindspeed_fsdp2.cli import main
 
 VALUES = {
@@ -292,9 +292,17 @@ def test_damaged_weights(folder: Path, capsys: pytest.CaptureFixture[str], kind:
         assert re.fullmatch(pattern, line), line
     count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
     assert err[-1] == f"back: {count}. Copy or export it again, or use another checkpoint."
-    if kind not in ("flipped", "longer"):  # which only reading all of it shows
-        status, _, err = run(capsys, "import", "back", "again")
-        assert (status, len(err)) == (1, 1 + len(problems))  # a note goes before
+    status, _, err = run(capsys, "import", "back", "again")
+    assert status == 1 and not [path for path in Path().glob("again/*")]
+    if kind == "flipped":  # which only reading all of it shows
+        assert re.fullmatch(problems[0], err[-2])
+        record = "back/mindspeed_fsdp2.json"
+        assert err[-1] == f"Get the files again, or remove {record} if they were changed on purpose."
+        Path(record).unlink()
+        assert run(capsys, "import", "back", "again")[0] == 0
+    else:
+        told = problems[:1] if kind == "longer" else problems
+        assert len(err) == 1 + len(told) and all(map(re.fullmatch, told, err[1:]))  # a note goes before
 
 
 def test_damaged_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,6 +354,10 @@ def test_damaged_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -
         (["export", "ckpt", "hf"], "DIR/hf: it exists and is not empty. Name a new directory, or remove this one first."),
         (["export", "ckpt", "hf/model.safetensors"], "DIR/hf/model.safetensors: it is a file. Name a new directory, or "
          "remove this one first."),
+        (["import", "hf", "hf"], "hf: it is the directory that is read. Name another directory."),
+        (["import", "hf/model.safetensors", "link"], "link: it is the directory that is read. Name another directory."),
+        (["import", "hf", "link/new"], "link/new: it lies in hf, which is read. Name a directory outside of it."),
+        (["export", "ckpt", "ckpt/new"], "DIR/ckpt/new: it lies in ckpt, which is read. Name a directory outside of it."),
         (["import", "hf", "ckpt"], "DIR/ckpt: it holds a checkpoint, step-00000000. Name a new directory."),
         (["import", "hf", "new", "--step", "-1"], "--step: -1 is not a number of finished steps. Write 0 or more."),
         (["export", "ckpt", "o", "--step", "3"], "ckpt: there is no checkpoint of step 3, only of 0. Pass one of these as "
@@ -370,6 +382,7 @@ def test_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], arguments: l
     Path("old/pytorch_model.bin").touch()
     Path("megatron/latest_checkpointed_iteration.txt").touch()
     Path("plain.pt").touch()
+    Path("link").symlink_to("hf")
     before = sorted(str(path) for path in folder.rglob("*"))
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (1, [])
@@ -518,3 +531,136 @@ def test_a_damaged_newer_checkpoint_is_passed_over_aloud(folder: Path, capsys: p
     assert status == 0 and err[0] == f"ckpt: {lacking}; it is not exported."
     status, _, err = run(capsys, "verify", "ckpt")
     assert (status, err[0]) == (1, "ckpt/step-00000005: it lacks __0_0.distcp or has it in another size")
+
+
+def write_header(header: Any, data: bytes = bytes(12)) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    Path("hf/model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def tensor(shape: Any, *offsets: int, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": list(offsets)}
+
+
+NO_SIZES = "it cannot be read: 'a' has no proper shape and data_offsets in the header"
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ({"a": tensor([3.0], 0, 12)}, NO_SIZES),
+        ({"a": tensor([True, 3], 0, 12)}, NO_SIZES),
+        ({"a": tensor([-1, -3], 0, 12)}, NO_SIZES),
+        ({"a": tensor("3", 0, 12)}, NO_SIZES),
+        ({"a": tensor([3], 0)}, NO_SIZES),
+        ({"a": tensor([0, 1 << 62, 1 << 62], 0, 0)}, NO_SIZES),
+        ({"a": 5}, NO_SIZES),
+        ({"a": tensor([3], 0, 12, dtype=["F32"])}, "it cannot be read: 'a' is of the unknown type ['F32']"),
+        (
+            {"__metadata__": "x", "a": tensor([3], 0, 12)},
+            "it cannot be read: its __metadata__ does not consist of texts",
+        ),
+        (
+            {"__metadata__": {"b": ["a"]}, "a": tensor([3], 0, 12)},
+            "it cannot be read: its __metadata__ does not consist of texts",
+        ),
+        (b"[" * 100_000, "it cannot be read: its JSON is nested too deeply"),
+        (
+            {"a": tensor([2], 0, 8), "b": tensor([2], 4, 12)},
+            r"'b' begins at byte \d+, not at \d+ where the tensor before it ends",
+        ),
+        ({"a": tensor([2], 0, 8)}, r"it has \d+ bytes, but its tensors end at \d+"),
+    ],
+)
+def test_malformed_headers(folder: Path, capsys: pytest.CaptureFixture[str], header: Any, text: str) -> None:
+    write_header(header)
+    pattern = text if "\\" in text else re.escape(text)
+    for action in (["verify", "hf"], ["import", "hf", "ckpt"]):
+        status, out, err = run(capsys, *action)
+        lines = [line for line in err if not line.startswith("note")]
+        assert (status, out) == (1, []) and re.fullmatch(f"hf/model.safetensors: {pattern}", lines[0]), err
+        assert len(lines) == (2 if action[0] == "verify" else 1)
+    assert not Path("ckpt").exists()
+
+
+def test_weights_without_tensors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_header({"empty": tensor([0], 0, 0), "a": tensor([3], 0, 12), "last": tensor([0, 2], 12, 12)})
+    assert run(capsys, "import", "hf", "ckpt")[0] == 0  # empty tensors lie where others begin
+    write_header({}, b"")
+    for action in (["verify", "hf"], ["import", "hf", "other"]):
+        status, _, err = run(capsys, *action)
+        assert status == 1 and "hf/model.safetensors: it holds no tensors" in err
+    for text, problem in (
+        ('{"weight_map": {}}', "its weight_map is empty"),
+        ("[" * 10**5, "its JSON is nested too deeply"),
+    ):
+        Path("hf/model.safetensors.index.json").write_text(text)
+        for action in (["verify", "hf"], ["import", "hf", "other"], ["info", "hf"]):
+            status, _, err = run(capsys, *action)
+            line = f"hf/model.safetensors.index.json: it cannot be read: {problem}. Get the file again."
+            assert (status, err[-1]) == (1, line)
+    assert not Path("other").exists()
+
+
+class Prefixed(nn.Module):
+    base_model_prefix = "model"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(2, 2, bias=False)
+
+
+def build_prefixed() -> nn.Module:
+    return Prefixed()
+
+
+def test_two_names_for_one_tensor_of_the_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"weight": torch.ones(2, 2), "model.weight": torch.zeros(2, 2)}, "hf/model.safetensors")
+    for action in (["verify", "hf"], ["import", "hf", "ckpt"]):
+        status, _, err = run(capsys, *action, "--model", f"{__name__}:build_prefixed")
+        text = r"hf: (weight and model.weight|model.weight and weight) are both model.weight in the model\. "
+        assert status == 1 and re.fullmatch(text + "Remove one of them from the files\\.", err[0]), err
+    assert not Path("ckpt").exists()
+    save_file({"weight": torch.ones(2, 2)}, "hf/model.safetensors")
+    assert run(capsys, "import", "hf", "ckpt", "--model", f"{__name__}:build_prefixed")[0] == 0
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_that_is_full_from_the_start(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported(capsys)
+    for action, owner in ((["export", "ckpt", "back"], hf_work), (["import", "hf", "other"], publish)):
+        with monkeypatch.context() as patches:
+            patches.setattr(owner, "write_json", full)
+            status, _, err = run(capsys, *action)
+        assert status == 1 and "it cannot be written: No space left on device. Nothing is published" in err[-1]
+    assert sorted(str(path) for path in folder.iterdir()) == [f"{folder}/{name}" for name in ("ckpt", "hf", "other")]
+    assert list(Path("other").iterdir()) == []
+
+
+def test_a_failed_export_names_what_it_keeps(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    imported(capsys)
+    command = ["export", "ckpt", "back", "--max-shard-size", "100"]
+    original, kept = hf_work.FileWriter.finish, folder / ".exporting-back"
+    for number in (0, 2):
+
+        def finish(self: hf_work.FileWriter, finished: int = number) -> None:
+            if len(list((kept / "done").iterdir())) == finished:
+                full()
+            original(self)
+
+        with monkeypatch.context() as patches:
+            patches.setattr(hf_work.FileWriter, "finish", finish)
+            status, _, err = run(capsys, *command)
+        text = f" Finished files stay in {kept}: the same command goes on with them. Remove it if you do not want them."
+        assert status == 1 and "No space left on device" in err[-1]
+        assert err[-1].endswith(text) == kept.exists() == bool(number)
+    status, _, err = run(capsys, *command)
+    assert status == 0 and f"{folder}/back: going on, 2 of 3 files are there" in err
+    assert same(files("back"), VALUES)

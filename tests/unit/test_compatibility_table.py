@@ -36,7 +36,7 @@ def project(tmp_path: Path) -> Path:
     reports = tmp_path / "build" / "compatibility"
     reports.mkdir(parents=True)
     (reports / "a.tsv").write_text(
-        "3.12.1\t2.14.1+cpu\t0.19.2\twheel\ttrains\tpass\t\n3.12.1\t2.14.1+cpu\t0.19.2\twheel\tTP 2\tWRONG\tnorm\n",
+        "3.12.1\t2.14.1+cpu\t0.19.2+c6b0ddc\twheel\ttrains\tpass\t\n3.12.1\t2.14.1+cpu\t0.19.2\twheel\tTP 2\tWRONG\tnorm\n",
         encoding="utf-8",
     )
     (reports / "b.tsv").write_text(
