@@ -16,5 +16,5 @@ if [ ! -x .venv-nox/bin/nox ]; then
     "$python" -m venv .venv-nox
     .venv-nox/bin/python -m pip install --quiet --disable-pip-version-check nox
 fi
-.venv-nox/bin/nox -f scripts/noxfile.py --envdir .venv-matrix "$@"
+.venv-nox/bin/nox -f scripts/noxfile.py --envdir "$PWD/.venv-matrix" "$@"
 [ $# -gt 0 ] || exec .venv-nox/bin/python scripts/compatibility_table.py
