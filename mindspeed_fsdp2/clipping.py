@@ -17,15 +17,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     Args:
         model: A wrapped model after the backward of a step's last micro-batch; an unwrapped one counts as replicated.
-        max_norm: Upper bound; ``inf`` only measures.
+        max_norm: Upper bound, a number from 0 on; ``inf`` only measures.
         norm_type: ``p`` of the p-norm, a number above 0; ``inf`` is the largest entry.
 
     Returns:
         The norm before clipping, a plain scalar tensor, the same on every rank.
 
     Raises:
-        FSDP2Error: ``norm_type`` is no norm, or gradients are not reduced yet.
+        FSDP2Error: ``norm_type`` is no norm, ``max_norm`` no bound, or gradients are not reduced yet.
     """
+    if isinstance(max_norm, (str, bool)) or not max_norm >= 0:  # a negative one would turn the gradients around
+        raise FSDP2Error(f"clip_grad_norm_: max_norm {max_norm!r} is no bound. Write a number from 0 on or math.inf.")
     if isinstance(norm_type, (str, bool)) or not norm_type > 0:
         raise FSDP2Error(f"clip_grad_norm_: norm_type {norm_type!r} is no norm. Write a number above 0 or math.inf.")
     handle = sharded(model)

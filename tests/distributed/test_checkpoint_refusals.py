@@ -212,7 +212,7 @@ OTHERS = {
     "iter_0000010": "it holds a Megatron checkpoint (iter_0000010). load_checkpoint reads what save_checkpoint wrote; load "
     "this one with Megatron's --load.",
     "model-00001-of-00002.safetensors": "it holds Hugging Face weights (model-00001-of-00002.safetensors). Load them with "
-    "from_pretrained() before wrap_model.",
+    "from_pretrained() before wrap_model, or with load_full_state_dict() after it.",
     ".metadata": "it holds a checkpoint of torch.distributed.checkpoint (.metadata) that save_checkpoint did not write. "
     "Read it with torch.distributed.checkpoint.load before or after wrap_model, then save it with save_checkpoint.",
     "model.pt": "it holds a file of torch.save (model.pt). Load it with torch.load(..., weights_only=True) and "

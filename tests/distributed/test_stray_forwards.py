@@ -111,6 +111,11 @@ def refused_clippings() -> list[str]:
             clip_grad_norm_(model, 1.0, norm_type)  # type: ignore[arg-type]
         except FSDP2Error as error:
             said.append(str(error))
+    for max_norm in (-1.0, float("nan"), "1"):
+        try:
+            clip_grad_norm_(model, max_norm)  # type: ignore[arg-type]
+        except FSDP2Error as error:
+            said.append(str(error))
     return said
 
 
@@ -121,4 +126,6 @@ def test_clipping_that_cannot_be_right_is_refused_on_every_rank(ranks2: RankPool
         "Run the last micro-batch of every step in accumulate(model, last=True)."
     )
     for said in ranks2.run(refused_clippings):
-        assert said == [early, wrong.format(0), wrong.format(-1), wrong.format("'inf'")]
+        bound = "clip_grad_norm_: max_norm {} is no bound. Write a number from 0 on or math.inf."
+        bounds = [bound.format(-1.0), bound.format("nan"), bound.format("'1'")]
+        assert said == [early, wrong.format(0), wrong.format(-1), wrong.format("'inf'"), *bounds]
