@@ -4,7 +4,7 @@ They need a Megatron of their own version on ``PYTHONPATH``; without them a stan
 on them, with checkouts of MindSpeed 26.0.0, MindSpeed-MM 26.0.0 and Megatron-LM core_v0.12.3:
 
     MINDSPEED_PATH=../MindSpeed MINDSPEED_MM_PATH=../MindSpeed-MM PYTHONPATH=../Megatron-LM \
-        python -m pytest tests/megatron/test_mindspeed.py --slow
+        python -m pytest tests/megatron/test_mindspeed.py
 """
 
 from __future__ import annotations
