@@ -172,7 +172,7 @@ class FileWriter:
         self._thread = ThreadPoolExecutor(1, f"write {file.name}")
         try:
             self._write(memoryview(file.header()))
-        except BaseException:
+        except BaseException:  # an interrupt too must not leave the thread and the open file behind; it goes on
             self.close()
             raise
 

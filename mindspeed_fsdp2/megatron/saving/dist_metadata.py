@@ -35,8 +35,7 @@ def wrap_tensors_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
 def _plain(entry: Any) -> Any:
     if not isinstance(entry, TensorStorageMetadata):
         return entry
-    entry, properties = copy.copy(entry), copy.copy(entry.properties)
-    for name in vars(properties).keys() - EXPECTED:
-        delattr(properties, name)
+    entry, properties = copy.copy(entry), object.__new__(TensorProperties)  # copying goes through its pickled form
+    vars(properties).update({name: value for name, value in vars(entry.properties).items() if name in EXPECTED})
     entry.properties = properties
     return entry
